@@ -1,0 +1,44 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv on its first call.
+PYTHON ?= python3
+VENV   ?= .venv
+# Extra words for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU build of torch.
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench clean
+
+help:            ## what this Makefile can do
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+# The stamp is newer than what it was made from: a second call installs nothing and starts at once.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("surefoot needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Say which one: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing surefoot and what it needs into $(VENV) (torch is the large one)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, a lost node and a dead controller
+	$(BIN)/surefoot demo $(DEMO_ARGS)
+
+test: $(VENV)/.installed   ## all tests (below 15 minutes on 2 cores)
+	$(BIN)/python -m pytest --durations=20 $(TEST_ARGS)
+
+lint: $(VENV)/.installed   ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.installed ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed  ## the restart benchmark against torchrun
+	$(BIN)/python bench/restart.py --json
+
+clean:           ## remove the virtual environment
+	rm -rf $(VENV)

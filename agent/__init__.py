@@ -1,0 +1,1 @@
+"""One supervisor per node, and what ranks import."""

@@ -1,0 +1,1 @@
+"""Breaks things and judges the result."""

@@ -1,0 +1,1 @@
+"""The brain of a job: one leading controller, any number of standbys."""

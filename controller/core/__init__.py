@@ -1,0 +1,1 @@
+"""The pure core: decisions as functions of state, events and time."""

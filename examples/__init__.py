@@ -1,0 +1,1 @@
+"""Training code to start from."""

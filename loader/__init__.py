@@ -1,0 +1,1 @@
+"""The multisource loader. Knows nothing of controller or agent."""

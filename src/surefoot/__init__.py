@@ -1,0 +1,1 @@
+"""Surefoot keeps a large PyTorch training job on its feet."""
