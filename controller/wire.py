@@ -31,7 +31,7 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- the plan, inside a record
 
 
-class StartingPoint(_Value):
+class StartingPoint(_Value, frozen=True, kw_only=True):
     """(generation, step) that all ranks restore. ``memory``: snapshots on the nodes; ``object_store``: a manifest;
     ``nothing``: the initial state (generation 0, step 0)."""
 
@@ -40,7 +40,7 @@ class StartingPoint(_Value):
     tier: Literal["nothing", "memory", "object_store"] = "nothing"
 
 
-class Member(_Value):
+class Member(_Value, frozen=True, kw_only=True):
     """One node of a generation and the ranks it runs: first_rank .. first_rank + ranks - 1."""
 
     uid: str
@@ -50,7 +50,7 @@ class Member(_Value):
     ranks: int
 
 
-class SnapshotSource(_Value):
+class SnapshotSource(_Value, frozen=True, kw_only=True):
     """The node that holds a rank's snapshot of the starting point (the tier ``memory`` only). A member that is not `uid`
     itself fetches it from that node's snapshot server."""
 
@@ -58,7 +58,7 @@ class SnapshotSource(_Value):
     uid: str
 
 
-class Reason(_Value):
+class Reason(_Value, frozen=True, kw_only=True):
     """Why a generation exists."""
 
     kind: Literal["first_start", "restart", "replace", "resume", "burnt", "start_failed"]
@@ -69,7 +69,7 @@ class Reason(_Value):
     detail: str = ""
 
 
-class Plan(_Value):
+class Plan(_Value, frozen=True, kw_only=True):
     """The immutable assignment of one generation. It stands in the record's ``plan`` field."""
 
     format: int = FORMAT
@@ -93,7 +93,7 @@ class Plan(_Value):
         return next((m for m in self.members if m.uid == uid), None)
 
 
-class PlanPointer(_Value):
+class PlanPointer(_Value, frozen=True, kw_only=True):
     """The value of the ``plan`` key: which record is in force. `hash` is the sha256 of the record's bytes."""
 
     generation: int
@@ -104,7 +104,7 @@ class PlanPointer(_Value):
 # ---------------------------------------------------------------- nodes, heartbeats, incidents
 
 
-class NodeInfo(_Value):
+class NodeInfo(_Value, frozen=True, kw_only=True):
     """The value of ``nodes/<uid>``: presence and addresses of one life of an agent."""
 
     uid: str
@@ -118,7 +118,7 @@ class NodeInfo(_Value):
     code_version: str
 
 
-class ErrorReport(_Value):
+class ErrorReport(_Value, frozen=True, kw_only=True):
     """An exception that ended a rank's training code."""
 
     kind: Literal["collective", "workload", "data", "checkpoint", "startup", "agent_lost"]
@@ -129,7 +129,7 @@ class ErrorReport(_Value):
     """The last frames, bounded."""
 
 
-class ExitReport(_Value):
+class ExitReport(_Value, frozen=True, kw_only=True):
     """How a rank's process ended. Exactly one of `code` and `signal` is set. `teardown`: the agent itself ended it."""
 
     code: int | None = None
@@ -140,7 +140,7 @@ class ExitReport(_Value):
     teardown: bool = False
 
 
-class RankStatus(_Value):
+class RankStatus(_Value, frozen=True, kw_only=True):
     """One rank as its agent sees it. `step` is the step it is in or, in phase ``done``, the last one."""
 
     rank: int
@@ -155,7 +155,7 @@ class RankStatus(_Value):
     exit: ExitReport | None = None
 
 
-class SnapshotRef(_Value):
+class SnapshotRef(_Value, frozen=True, kw_only=True):
     """A complete, sealed snapshot of one rank that this node holds; `replica`: a copy for another node's rank."""
 
     generation: int
@@ -164,7 +164,7 @@ class SnapshotRef(_Value):
     replica: bool = False
 
 
-class Rendezvous(_Value):
+class Rendezvous(_Value, frozen=True, kw_only=True):
     """Where the TCPStore of one generation listens. Readers match generation *and* incarnation."""
 
     generation: int
@@ -173,7 +173,7 @@ class Rendezvous(_Value):
     port: int
 
 
-class Committed(_Value):
+class Committed(_Value, frozen=True, kw_only=True):
     """The newest manifest this node's committer created and acknowledged, or ``fenced_by`` when it must not count itself."""
 
     generation: int
@@ -182,7 +182,7 @@ class Committed(_Value):
     failure: str = ""
 
 
-class StartFailure(_Value):
+class StartFailure(_Value, frozen=True, kw_only=True):
     """This node cannot start its ranks of `generation` as planned."""
 
     generation: int
@@ -192,7 +192,7 @@ class StartFailure(_Value):
     detail: str
 
 
-class NodeStatus(_Value):
+class NodeStatus(_Value, frozen=True, kw_only=True):
     """The value of ``status/<uid>``: the heartbeat, and the answer to a probe."""
 
     uid: str
@@ -209,7 +209,7 @@ class NodeStatus(_Value):
     note: str = ""
 
 
-class Outcome(_Value):
+class Outcome(_Value, frozen=True, kw_only=True):
     """The value of ``outcome``: how the job ended. `exit_code` is what `surefoot run` exits with (docs/operations.md)."""
 
     state: Literal["done", "failed"]
@@ -219,7 +219,7 @@ class Outcome(_Value):
     generation: int
 
 
-class Incident(_Value):
+class Incident(_Value, frozen=True, kw_only=True):
     """One fault as handled, from evidence to the first step after it. Times are seconds on the controller's clock since
     the incident was opened; None until it happened."""
 
@@ -253,7 +253,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """One line on a socket."""
 
 
-class HelloMsg(_Message, tag="hello"):
+class HelloMsg(_Message, frozen=True, kw_only=True, tag="hello"):
     """A rank's first words."""
 
     token: str
@@ -262,14 +262,14 @@ class HelloMsg(_Message, tag="hello"):
     pid: int
 
 
-class PhaseMsg(_Message, tag="phase"):
+class PhaseMsg(_Message, frozen=True, kw_only=True, tag="phase"):
     """The rank entered `phase` of step `step`."""
 
     phase: Phase
     step: int
 
 
-class StepMsg(_Message, tag="step"):
+class StepMsg(_Message, frozen=True, kw_only=True, tag="step"):
     """A step is finished. `loss` is the global loss as float.hex(), the same on all ranks; None without a report."""
 
     step: int
@@ -277,14 +277,14 @@ class StepMsg(_Message, tag="step"):
     step_s: float
 
 
-class PoolMsg(_Message, tag="pool"):
+class PoolMsg(_Message, frozen=True, kw_only=True, tag="pool"):
     """The rank needs `slots` snapshot slots of `slot_bytes` each; answered by `PoolReadyMsg`."""
 
     slot_bytes: int
     slots: int
 
 
-class SnapshotMsg(_Message, tag="snapshot"):
+class SnapshotMsg(_Message, frozen=True, kw_only=True, tag="snapshot"):
     """Slot `slot` holds the sealed snapshot of `step`. `attempt` is set when it is to be uploaded and committed."""
 
     step: int
@@ -292,14 +292,14 @@ class SnapshotMsg(_Message, tag="snapshot"):
     attempt: str | None = None
 
 
-class FailedMsg(_Message, tag="failed"):
+class FailedMsg(_Message, frozen=True, kw_only=True, tag="failed"):
     """Training code raised; the process exits next."""
 
     step: int
     error: ErrorReport
 
 
-class DoneMsg(_Message, tag="finished"):
+class DoneMsg(_Message, frozen=True, kw_only=True, tag="finished"):
     """train() returned and the last checkpoint, if one was due, is committed."""
 
     step: int
@@ -308,7 +308,7 @@ class DoneMsg(_Message, tag="finished"):
 # ---------------------------------------------------------------- agent -> rank
 
 
-class StartMsg(_Message, tag="start"):
+class StartMsg(_Message, frozen=True, kw_only=True, tag="start"):
     """The answer to `HelloMsg`: what the rank needs of the plan."""
 
     plan: Plan
@@ -316,7 +316,7 @@ class StartMsg(_Message, tag="start"):
     """The slot file that holds this rank's snapshot of the starting point (tier ``memory``)."""
 
 
-class PoolReadyMsg(_Message, tag="pool_ready"):
+class PoolReadyMsg(_Message, frozen=True, kw_only=True, tag="pool_ready"):
     """Slot files, all of at least the size asked for; those in `held` carry snapshots (step by slot index) not to be
     overwritten before a newer pair is replicated for all ranks."""
 
@@ -324,13 +324,13 @@ class PoolReadyMsg(_Message, tag="pool_ready"):
     held: dict[int, int] = {}
 
 
-class ReplicatedMsg(_Message, tag="replicated"):
+class ReplicatedMsg(_Message, frozen=True, kw_only=True, tag="replicated"):
     """This rank's snapshot of `step` is safe on the peer (or there is no peer, and none is wanted)."""
 
     step: int
 
 
-class CommittedMsg(_Message, tag="committed"):
+class CommittedMsg(_Message, frozen=True, kw_only=True, tag="committed"):
     """The manifest of (generation, step) exists and is acknowledged; or `failure` says why that attempt was given up."""
 
     generation: int
@@ -338,7 +338,7 @@ class CommittedMsg(_Message, tag="committed"):
     failure: str = ""
 
 
-class StopMsg(_Message, tag="stop"):
+class StopMsg(_Message, frozen=True, kw_only=True, tag="stop"):
     """Finish within `grace_s`: another SIGKILL follows. `reason` names why (re-form, shut down)."""
 
     reason: Literal["reform", "shutdown"]
@@ -352,18 +352,18 @@ AgentToRank = StartMsg | PoolReadyMsg | ReplicatedMsg | CommittedMsg | StopMsg
 # ---------------------------------------------------------------- controller -> agent, over the agent's control socket
 
 
-class ProbeMsg(_Message, tag="probe"):
+class ProbeMsg(_Message, frozen=True, kw_only=True, tag="probe"):
     """Asks an agent directly how it is; answered by `ProbeReplyMsg`."""
 
     token: str
     job: str
 
 
-class ProbeReplyMsg(_Message, tag="probe_reply"):
+class ProbeReplyMsg(_Message, frozen=True, kw_only=True, tag="probe_reply"):
     status: NodeStatus
 
 
-class RefusedMsg(_Message, tag="refused"):
+class RefusedMsg(_Message, frozen=True, kw_only=True, tag="refused"):
     """The peer's token or job is wrong; the connection ends."""
 
     reason: str
