@@ -34,7 +34,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,9 @@ SOCKET_ROOM = 40
 ORPHAN_AGE_S = 60.0
 """How old a half-made run folder, or a shared-memory folder without its run folder, must be before it counts as left
 behind: making one takes milliseconds."""
+
+EMPTY_SCANS = 3
+"""How many scans in a row must find nothing before `end` believes it; a scan takes a few milliseconds."""
 
 _RUN_ID = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{6}")
 _HALF_MADE = ".new-"
@@ -137,7 +140,7 @@ def find(
     """
     return [
         p
-        for p in _all_marked()
+        for p in sorted(_scan(), key=lambda p: p.pid)
         if p.mark.run_id == run_id
         and (node is None or p.mark.node == node)
         and (other_than_incarnation is None or p.mark.incarnation != other_than_incarnation)
@@ -153,23 +156,27 @@ def end(processes: Collection[MarkedProcess], *, timeout_s: float = 10.0) -> lis
         Those that still live after `timeout_s` (they hang in the kernel, or something keeps starting new ones).
     """
     condemned = {p.mark for p in processes}
-    if not condemned:
-        return []
-    spared = _self_and_ancestors()
-    deadline = time.monotonic() + timeout_s
-    left = [p for p in processes if p.pid not in spared]
-    while left:
-        _kill_and_wait(left, deadline)
-        # Again, for one that was between fork and exec, or forked while we killed its siblings.
-        left = [p for p in _all_marked() if p.mark in condemned and p.pid not in spared]
-        if time.monotonic() >= deadline:
-            return left
-    return []
+    return _end_all(lambda mark: mark in condemned, timeout_s) if condemned else []
 
 
 def end_run(run_id: str, *, timeout_s: float = 10.0) -> list[MarkedProcess]:
     """`end` everything that bears the run's mark. Only its owner, or who holds its lock, may call this."""
-    return end(find(run_id=run_id), timeout_s=timeout_s)
+    return _end_all(lambda mark: mark.run_id == run_id, timeout_s)
+
+
+def _end_all(condemned: Callable[[Mark], bool], timeout_s: float) -> list[MarkedProcess]:
+    spared = _self_and_ancestors()
+    deadline = time.monotonic() + timeout_s
+    empty_scans = 0
+    # A scan is no snapshot: a process may fork and leave between the listing of /proc and the look at its environment,
+    # and one between fork and exec does not yet show its mark. So one empty scan proves nothing.
+    while empty_scans < EMPTY_SCANS:
+        left = [p for p in _scan() if condemned(p.mark) and p.pid not in spared]
+        if left and time.monotonic() >= deadline:
+            return left
+        empty_scans = 0 if left else empty_scans + 1
+        _kill_and_wait(left, deadline)
+    return []
 
 
 def _kill_and_wait(processes: Collection[MarkedProcess], deadline: float) -> None:
@@ -208,10 +215,6 @@ def _open_pidfd(process: MarkedProcess) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def _all_marked() -> list[MarkedProcess]:
-    return sorted(_scan(), key=lambda p: p.pid)
 
 
 def _scan() -> Iterator[MarkedProcess]:
