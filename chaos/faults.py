@@ -73,7 +73,13 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def await_rank_between(
-    watch: RankWatch, rank: int, step: int, *, deadline_s: float, stopped: Callable[[], bool], poll_s: float = 0.002
+    watch: RankWatch,
+    rank: int,
+    step: int,
+    *,
+    deadline_s: float,
+    stopped: Callable[[], bool],
+    poll_s: float = 0.002,
 ) -> Event:
     """Wait until `rank` stands between forward and optimizer step of a step ≥ `step`, and leave it stopped there.
 
