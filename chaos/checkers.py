@@ -41,10 +41,11 @@ class Objects:
     def keys(self, prefix: str) -> list[str]:
         fs, base = self._fs()
         try:
-            found = fs.find(f"{base}/{prefix}")
+            found = fs.find(base)
         except FileNotFoundError:
             return []
-        return sorted(str(path)[len(base) + 1 :] for path in found)
+        keys = (str(path)[len(base) + 1 :] for path in found)
+        return sorted(key for key in keys if key.startswith(prefix))
 
     def read(self, key: str) -> bytes:
         fs, base = self._fs()
