@@ -41,11 +41,11 @@ class _View(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobFacts(_View, frozen=True, kw_only=True):
-    """What the JobSpec says, as far as a view needs it."""
+    """What the JobSpec says, as far as a view needs it; `steps` and `nodes` are None where no job file is at hand."""
 
     name: str
-    steps: int
-    nodes: int
+    steps: int | None
+    nodes: int | None
     root: str
 
 
@@ -124,7 +124,7 @@ class JobView(_View, frozen=True, kw_only=True):
     """The generation in force; 0 before the first."""
     reason: str
     step: int
-    steps: int
+    steps: int | None
     loss: float | None
     steps_per_s: float | None
     committed: CommitView | None
@@ -176,7 +176,8 @@ def observe(
     nodes = _nodes(plan, infos, statuses)
     ranks = [rank for node in nodes if node.generation == generation for rank in node.ranks]
     step = _newest_step(ranks, outcome, committed)
-    phase = _phase(keys is None, pointer, outcome, max(records, default=0), plan, nodes)
+    complete = bool(committed) and committed[-1].step == facts.steps
+    phase = _phase(keys is None, complete, pointer, outcome, max(records, default=0), plan, nodes)
     losses = _losses(previous, ranks)
     step_s = [rank.step_s for rank in ranks if rank.step_s]
     generations = tuple(_generation(g, plans.get(g), records[g]) for g in sorted(records))
@@ -209,6 +210,15 @@ def restored_from(plan: wire.Plan) -> Literal["nothing", "memory", "peer", "obje
         return plan.start.tier
     home = {m.first_rank + i: m.uid for m in plan.members for i in range(m.ranks)}
     return "peer" if any(home.get(source.rank) != source.uid for source in plan.sources) else "memory"
+
+
+def told(layout: Keys, items: Sequence[KeyValue]) -> tuple[int, tuple[int, int]]:
+    """The generation that the plan's key names, and the newest commit, (generation, step), that any node reports."""
+    held = {kv.key: kv.value for kv in items}
+    pointer = _read(wire.PlanPointer, held.get(layout.plan))
+    commits = [s.committed for s in _read_all(wire.NodeStatus, held, layout.statuses).values() if s.committed]
+    acknowledged = [(c.generation, c.step) for c in commits if c.fenced_by is None and not c.failure]
+    return pointer.generation if pointer else 0, max(acknowledged, default=(0, 0))
 
 
 T = TypeVar("T")
@@ -324,6 +334,7 @@ def _newest_step(
 
 def _phase(
     blind: bool,
+    complete: bool,
     pointer: wire.PlanPointer | None,
     outcome: wire.Outcome | None,
     highest_record: int,
@@ -333,7 +344,7 @@ def _phase(
     if outcome is not None:
         return outcome.state
     if blind:
-        return "unknown"
+        return "done" if complete else "unknown"
     if pointer is None:
         return "forming" if highest_record and nodes else "waiting"
     members = [node for node in nodes if node.role != "standby"]
@@ -460,14 +471,16 @@ def _now(
 ) -> str:
     match phase:
         case "done" | "failed":
-            return outcome.reason if outcome else phase
+            return outcome.reason if outcome else "all steps are committed"
+        case "unknown" if not generations:
+            return "nothing is recorded yet"
         case "unknown":
-            return "etcd cannot be asked: this is the committed history; ranks may well be training on"
+            return "no etcd to ask: this is the committed history; ranks may well be training on"
         case "waiting" if not led:
             return "no controller leads yet"
         case "waiting":
             up = sum(node.state != "warming" for node in nodes)
-            return f"waiting for nodes: {up} ready, {facts.nodes} wanted"
+            return f"waiting for nodes: {up} ready" + (f", {facts.nodes} wanted" if facts.nodes else "")
         case "forming":
             open_incidents = [i for i in incidents if not i.closed]
             if not led:
@@ -571,7 +584,7 @@ def _header(view: JobView) -> Text:
     facts = [
         ("generation", str(view.generation) if view.generation else "–"),
         ("leader", view.leader or "none"),
-        ("step", f"{view.step}/{view.steps}"),
+        ("step", f"{view.step}/{view.steps or '?'}"),
         ("loss", f"{view.loss:.4f}" if view.loss is not None else "–"),
         ("steps/s", f"{view.steps_per_s:.1f}" if view.steps_per_s else "–"),
         ("committed", str(view.committed.step) if view.committed else "–"),
@@ -589,8 +602,9 @@ def _progress(view: JobView, width: int) -> Text:
     room = max(10, width // 2)
     committed = view.committed.step if view.committed else 0
     in_memory = max(view.step if view.phase == "done" else view.step - 1, committed, 0)
-    durable = room * committed // max(view.steps, 1)
-    reached = room * min(in_memory, view.steps) // max(view.steps, 1)
+    steps = view.steps or max(view.step, 1)
+    durable = room * min(committed, steps) // steps
+    reached = room * min(in_memory, steps) // steps
     line = Text()
     line.append("━" * durable, style="bright_green")
     line.append("━" * (reached - durable), style="cyan")

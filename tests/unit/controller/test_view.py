@@ -250,7 +250,9 @@ def test_the_story_is_in_causal_order() -> None:
 def test_without_etcd_the_committed_history_is_shown() -> None:
     seen = observe(None, plan(1), manifests=[manifest(1, 20)])
     assert (seen.phase, seen.generation, seen.step) == ("unknown", 1, 20)
-    assert "etcd cannot be asked" in seen.now
+    assert "no etcd to ask" in seen.now
+    assert observe(None, plan(1), manifests=[manifest(1, 60)]).phase == "done"
+    assert observe(None).now == "nothing is recorded yet"
 
 
 def test_outcome() -> None:

@@ -1,0 +1,96 @@
+"""Reads what etcd and the object store hold of a job, and makes `view.JobView` snapshots of it.
+
+The shell around `view.observe`, shared by `surefoot status`, `surefoot run` and the demo. It writes nothing. Trouble with
+one of the two stores never hides what the other one says: the last thing known stays, and `trouble` says what is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.record import ManifestRef, Record, list_manifests, list_records, read_record
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError
+from surefoot.controller import view, wire
+from surefoot.controller.keys import Keys
+from surefoot.controller.spec import JobSpec
+from surefoot.controller.store import CoordError, CoordStore, KeyValue
+
+RELIST_S = 5.0
+"""The object store is listed again after this, and at once when etcd names a generation or a commit not yet seen."""
+
+
+def facts_of(spec: JobSpec) -> view.JobFacts:
+    """What a view needs of the spec."""
+    return view.JobFacts(
+        name=spec.job.name, steps=spec.job.steps, nodes=spec.layout.nodes, root=spec.job.root
+    )
+
+
+class JobReader:
+    """Makes snapshots of one job, each carrying on the loss curve of the one before. For one thread."""
+
+    def __init__(
+        self, facts: view.JobFacts, *, store: CoordStore | None, objects: ObjectStore | None
+    ) -> None:
+        self.facts = facts
+        self.trouble: tuple[str, ...] = ()
+        """What could not be read at the last `read`, in words."""
+        self._keys = Keys(facts.name)
+        self._store = store
+        self._objects = objects
+        self._records: dict[int, Record] = {}
+        self._manifests: list[ManifestRef] = []
+        self._listed_at: float | None = None
+        self._incidents: dict[str, wire.Incident] = {}
+        self._last: view.JobView | None = None
+
+    def read(self) -> view.JobView:
+        """A fresh snapshot. Blocks no longer than the deadlines of the two stores."""
+        trouble: list[str] = []
+        items = self._list_keys(trouble)
+        if self._objects is not None and self._stale(items or ()):
+            self._list_objects(self._objects, trouble)
+        self.trouble = tuple(trouble)
+        self._last = view.observe(
+            self.facts,
+            keys=items,
+            records=self._records,
+            manifests=self._manifests,
+            previous=self._last,
+            incidents=tuple(self._incidents.values()),
+        )
+        # etcd keeps the last few incidents only; what was seen once is remembered here.
+        self._incidents.update({i.id: i for i in self._last.incidents})
+        return self._last
+
+    def add_incidents(self, incidents: Mapping[str, wire.Incident]) -> None:
+        """Incidents of the journal; those that etcd holds win."""
+        self._incidents = {**incidents, **self._incidents}
+
+    def _list_keys(self, trouble: list[str]) -> Sequence[KeyValue] | None:
+        if self._store is None:
+            return None
+        try:
+            return self._store.list(self._keys.root).items
+        except CoordError as e:
+            trouble.append(str(e))
+            return None
+
+    def _stale(self, items: Sequence[KeyValue]) -> bool:
+        if self._listed_at is None or time.monotonic() - self._listed_at >= RELIST_S:
+            return True
+        told_generation, told_commit = view.told(self._keys, items)
+        newest = max(((m.generation, m.step) for m in self._manifests), default=(0, 0))
+        return told_generation > max(self._records, default=0) or told_commit > newest
+
+    def _list_objects(self, objects: ObjectStore, trouble: list[str]) -> None:
+        try:
+            for generation in list_records(objects):
+                if generation not in self._records:
+                    self._records[generation] = read_record(objects, generation)[0]
+            self._manifests = list_manifests(objects)
+        except (ObjectStoreError, CkptError) as e:
+            trouble.append(str(e))
+        self._listed_at = time.monotonic()
