@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import NoReturn
 
 from surefoot import failpoint
 from surefoot.agent import linux
-from surefoot.agent.messages import Order, StoreOrder, StoreUpMsg
+from surefoot.agent.messages import Order, RankOrder, StoreOrder, StoreUpMsg
 from surefoot.controller import wire
 
 STORE_TIMEOUT_S = 60
@@ -89,10 +90,10 @@ def _call(function: Callable[[Order], int], order: Order) -> int:
         return int(e.code or 0)
 
 
-def _run_rank(_: Order) -> int:
-    from surefoot.agent import session
-
-    return session.main()
+def _run_rank(order: Order) -> int:
+    assert isinstance(order, RankOrder)
+    module, _, function = order.entry.partition(":")
+    return int(getattr(importlib.import_module(module), function)() or 0)
 
 
 def _leave(code: int) -> NoReturn:

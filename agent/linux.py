@@ -22,9 +22,9 @@ def _prctl(option: int, value: int | bytes) -> None:
         raise OSError(errno, os.strerror(errno))
 
 
-def become_subreaper() -> None:
-    """From now on orphans among our descendants become our children, and their exits reach us."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def become_subreaper(on: bool = True) -> None:
+    """From now on orphans among our descendants become our children, and their exits reach us (`on` False: init's)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 def die_with_parent(parent: int) -> None:
@@ -53,3 +53,10 @@ def set_process_name(name: str) -> None:
 def threads_running() -> int:
     """The number of threads of this process as the kernel counts them, native ones included."""
     return len(os.listdir("/proc/self/task"))
+
+
+def close_inherited(keep: int = 2) -> None:
+    """Close whatever a fresh program was handed beside its standard streams and `keep`: they are somebody else's, and an
+    open pipe end of theirs would make them wait for us."""
+    os.closerange(3, keep)
+    os.closerange(max(keep + 1, 3), os.sysconf("SC_OPEN_MAX"))

@@ -28,6 +28,8 @@ class RankOrder(_NodeMessage, frozen=True, kw_only=True, tag="rank"):
 
     generation: int
     rank: int
+    entry: str
+    """``module:function``; its return value is the exit code."""
     env: dict[str, str]
     log_path: str
     cwd: str
@@ -48,8 +50,10 @@ class StoreOrder(_NodeMessage, frozen=True, kw_only=True, tag="store"):
 
 
 class WarmUpMsg(_NodeMessage, frozen=True, kw_only=True, tag="warm_up"):
-    """The zygote's first order: import these modules after its own, with `path` added to the module search path."""
+    """The zygote's first order: import `modules` (ours: they must work) and `preload` (the job's), with `path` added to
+    the module search path."""
 
+    modules: tuple[str, ...]
     preload: tuple[str, ...]
     path: tuple[str, ...]
 

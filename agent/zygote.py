@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 from surefoot import marks
 from surefoot.agent import child, linux
@@ -42,15 +42,6 @@ from surefoot.agent.messages import (
 )
 from surefoot.controller import wire
 
-OWN_MODULES: Final = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.device_mesh",
-    "torch.distributed.tensor",
-    "surefoot.agent.session",
-)
-
 MESSAGE_CHARS_MAX = 2_000
 TRACEBACK_CHARS_MAX = 8_000
 """As in failures.py: a report must fit into a node's status."""
@@ -64,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--order", action="store_true", help="be the one process ordered on stdin, without forking"
     )
     args = parser.parse_args(argv)
+    linux.close_inherited(keep=args.fd or 2)
     if args.order:
         child.run_order(decode_order(sys.stdin.buffer.read()))
     linux.die_with_parent(args.parent)
@@ -90,7 +82,7 @@ def warm_up(order: WarmUpMsg) -> WarmMsg:
     """Import our modules and the job's. A module of the job's that fails is reported; ours that fail are fatal."""
     began = time.monotonic()
     sys.path.extend(p for p in order.path if p not in sys.path)
-    for module in OWN_MODULES:
+    for module in order.modules:
         importlib.import_module(module)
     failure = _preload(order.preload)
     # What stands now is never garbage: keeping it out of collections keeps its pages shared with the ranks.

@@ -1,0 +1,303 @@
+"""The agent's side of the zygote: keep one warm, and have it fork.
+
+A zygote that dies is replaced; its children live on, for they are the agent's. What it was forking when it died is unknown,
+so that request fails and is not repeated. One that cannot even warm up three times in a row is given up, and ranks are
+started by exec, as they also are when the zygote has threads and must not fork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from surefoot import history
+from surefoot.agent import decide, exits
+from surefoot.agent.errors import LaunchError
+from surefoot.agent.lines import LINE_BYTES_MAX
+from surefoot.agent.messages import (
+    ForkedMsg,
+    ForkMsg,
+    ForkRefusedMsg,
+    Order,
+    StoreOrder,
+    WarmMsg,
+    WarmUpMsg,
+    decode_from_zygote,
+)
+from surefoot.agent.processes import Processes, WatchedProcess
+from surefoot.controller import wire
+
+log = logging.getLogger(__name__)
+
+QUIET_LIBRARIES = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+"""Importing numpy and pyarrow would otherwise start threads, and a process with threads must not fork."""
+
+RANK_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "surefoot.agent.session",
+)
+"""What every rank needs. The job's own modules are `program.preload`."""
+
+COLD_DEATHS_MAX = 3
+"""Zygotes in a row that die before they are warm; then ranks are started by exec."""
+
+OnExit = Callable[[WatchedProcess], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkerConfig:
+    """What a zygote is started with."""
+
+    env: Mapping[str, str]
+    """The agent's environment, with its mark; `QUIET_LIBRARIES` are added."""
+    log_path: Path
+    modules: tuple[str, ...]
+    """Of ours, `RANK_MODULES` but in tests."""
+    preload: tuple[str, ...]
+    path: tuple[str, ...]
+    """Folders added to the module search path: where the job file lies."""
+
+
+@dataclass(slots=True)
+class _Request:
+    orders: Sequence[Order]
+    on_exit: OnExit
+    answer: asyncio.Future[list[WatchedProcess]]
+    expecting: contextlib.AbstractContextManager[None]
+
+
+class Forker:
+    """See the module. `run` is its task; `fork` may be awaited from one other task at a time."""
+
+    def __init__(self, config: ForkerConfig, processes: Processes, on_change: Callable[[], None]) -> None:
+        self._config = config
+        self._processes = processes
+        self._on_change = on_change
+        self._env = {**config.env, **QUIET_LIBRARIES}
+        self._settled = asyncio.Event()
+        self._requests: dict[int, _Request] = {}
+        self._serial = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._gave_up = False
+        self.warm: WarmMsg | None = None
+        self.process: WatchedProcess | None = None
+
+    @property
+    def settled(self) -> bool:
+        """A zygote is warm, or it was decided to do without."""
+        return self._settled.is_set()
+
+    @property
+    def note(self) -> str:
+        """For the status: why ranks cannot be started, or not the fast way."""
+        if self.warm is not None and self.warm.failure is not None:
+            return self.warm.failure.message
+        return "the zygote does not start; ranks are started by exec" if self._gave_up else ""
+
+    async def run(self) -> None:
+        """Keep a zygote until cancelled."""
+        cold_deaths = 0
+        while cold_deaths < COLD_DEATHS_MAX:
+            was_warm = await self._one_zygote()
+            cold_deaths = 0 if was_warm else cold_deaths + 1
+            await asyncio.sleep(decide.retry_delay_s(cold_deaths) if cold_deaths else 0)
+        log.error(
+            "the zygote died %d times before it was warm; see %s. Ranks are started by exec",
+            cold_deaths,
+            self._config.log_path,
+        )
+        self._gave_up = True
+        self._settled.set()
+        self._on_change()
+
+    async def fork(self, orders: Sequence[Order], on_exit: OnExit) -> list[WatchedProcess]:
+        """Start the ordered processes; waits for a warm zygote. If the caller is cancelled meanwhile, they are ended.
+
+        Raises:
+            LaunchError: none of them runs (any longer).
+        """
+        await self._settled.wait()
+        if self.warm is not None and self.warm.failure is not None:
+            raise LaunchError(self.warm.failure.message, self.warm.failure)
+        with history.operation("launch", **_of(orders)) as result:
+            if self._gave_up or (self.warm is not None and self.warm.threads != 1):
+                processes = self._spawn(orders, on_exit)
+            else:
+                processes = await self._ask(orders, on_exit)
+            result["pids"] = [p.pid for p in processes]
+        return processes
+
+    async def quiet(self) -> None:
+        """Wait until no fork is under way: whatever was ordered is then known to `Processes`."""
+        answers = [r.answer for r in self._requests.values()]
+        if answers:
+            await asyncio.wait(answers)
+
+    # ------------------------------------------------------------ one zygote's life
+
+    async def _one_zygote(self) -> bool:
+        """Start one and talk to it until it dies. Returns whether it was ever warm."""
+        ours, theirs = socket.socketpair()
+        try:
+            self.process = self._processes.spawn(
+                ["-m", "surefoot.agent.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
+                name="zygote",
+                env=self._env,
+                log_path=self._config.log_path,
+                inherit=theirs.fileno(),
+            )
+        except OSError as e:
+            log.error("cannot start a zygote: %s", e)
+            ours.close()
+            return False
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
+        try:
+            order = WarmUpMsg(
+                modules=self._config.modules, preload=self._config.preload, path=self._config.path
+            )
+            self._send(order)
+            while line := await reader.readline():
+                self._hear(line)
+        except (ConnectionError, ValueError, msgspec.MsgspecError) as e:
+            log.error("the zygote said something unintelligible: %s", e)
+        finally:
+            was_warm = self.warm is not None
+            self._hang_up()
+        status = await self.process.wait()
+        words = exits.classify(
+            exits.exit_report(status, error=None, last_words="", teardown=False), finished=False
+        ).words
+        log.warning("the zygote (%d) has gone: %s; starting another", self.process.pid, words)
+        return was_warm
+
+    def _hang_up(self) -> None:
+        self._settled.clear()
+        self.warm = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self.process is not None:
+            self.process.send(signal.SIGKILL)
+        for serial in list(self._requests):
+            gone = LaunchError("the zygote died while it forked: what it had started by then is ended")
+            self._answer(serial, gone)
+        self._on_change()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        assert self._writer is not None
+        self._writer.write(wire.encode(message) + b"\n")
+
+    def _hear(self, line: bytes) -> None:
+        match decode_from_zygote(line):
+            case WarmMsg() as warm:
+                self._warmed(warm)
+            case ForkedMsg() as forked:
+                self._forked(forked)
+            case ForkRefusedMsg(serial=serial, threads=threads):
+                log.warning("the zygote has %d threads and must not fork: starting ranks by exec", threads)
+                request = self._requests[serial]
+                try:
+                    self._answer(serial, self._spawn(request.orders, request.on_exit))
+                except LaunchError as e:
+                    self._answer(serial, e)
+
+    def _warmed(self, warm: WarmMsg) -> None:
+        self.warm = warm
+        log.info("zygote %s is warm after %.1f s", self.process and self.process.pid, warm.import_s)
+        if warm.failure is not None:
+            log.error("%s\n%s", warm.failure.message, warm.failure.traceback)
+        self._settled.set()
+        self._on_change()
+
+    # ------------------------------------------------------------ requests
+
+    async def _ask(self, orders: Sequence[Order], on_exit: OnExit) -> list[WatchedProcess]:
+        self._serial += 1
+        answer: asyncio.Future[list[WatchedProcess]] = asyncio.get_running_loop().create_future()
+        expecting = self._processes.expecting()
+        expecting.__enter__()  # closed by _answer, when the zygote has answered or died
+        self._requests[self._serial] = _Request(orders, on_exit, answer, expecting)
+        self._send(ForkMsg(serial=self._serial, orders=tuple(orders)))
+        return await answer
+
+    def _forked(self, message: ForkedMsg) -> None:
+        request = self._requests[message.serial]
+        processes = [
+            self._processes.watch(p.pid, name=_name(order), on_exit=request.on_exit)
+            for p, order in zip(message.processes, request.orders, strict=False)
+        ]
+        if message.failure or request.answer.cancelled():
+            for process in processes:
+                process.kill_group()
+        if message.failure:
+            self._answer(message.serial, LaunchError(f"ranks could not be forked: {message.failure}"))
+        else:
+            self._answer(message.serial, processes)
+
+    def _answer(self, serial: int, answer: list[WatchedProcess] | LaunchError) -> None:
+        request = self._requests.pop(serial)
+        request.expecting.__exit__(None, None, None)
+        if request.answer.done():
+            return
+        if isinstance(answer, LaunchError):
+            request.answer.set_exception(answer)
+        else:
+            request.answer.set_result(answer)
+
+    def _spawn(self, orders: Sequence[Order], on_exit: OnExit) -> list[WatchedProcess]:
+        processes: list[WatchedProcess] = []
+        try:
+            for order in orders:
+                processes.append(self._spawn_one(order, on_exit))  # noqa: PERF401 (those before a failure must be known)
+        except OSError as e:
+            for process in processes:
+                process.kill_group()
+            raise LaunchError(f"ranks could not be started: {e}") from e
+        return processes
+
+    def _spawn_one(self, order: Order, on_exit: OnExit) -> WatchedProcess:
+        fd = os.memfd_create("surefoot-order")
+        try:
+            os.write(fd, wire.encode(order))
+            os.lseek(fd, 0, os.SEEK_SET)
+            return self._processes.spawn(
+                ["-m", "surefoot.agent.zygote", "--order"],
+                name=_name(order),
+                env=self._env,
+                log_path=self._config.log_path,
+                stdin=fd,
+                on_exit=on_exit,
+            )
+        finally:
+            os.close(fd)
+
+
+def _name(order: Order) -> str:
+    if isinstance(order, StoreOrder):
+        return f"store-g{order.generation}"
+    return f"rank-{order.rank}-g{order.generation}"
+
+
+def _of(orders: Sequence[Order]) -> dict[str, object]:
+    """For the history: what is started."""
+    ranks = [o.rank for o in orders if not isinstance(o, StoreOrder)]
+    return {"generation": orders[0].generation, "ranks": ranks, "store": len(ranks) < len(orders)}
