@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -80,28 +79,28 @@ class Row:
 
 
 def prepare(folder: str | os.PathLike[str], progress: Progress | None = None) -> Path:
-    """Make sure that `folder` holds the text, and return it. Takes a few seconds the first time.
+    """Make sure that `folder` holds the text, and return it as an absolute path. Takes a few seconds the first time.
 
     Raises:
         PrepareError: the folder holds something else or cannot be written, or this Python comes without its sources.
     """
-    target = Path(folder)
+    target = Path(os.path.abspath(folder))
     fingerprint = {"format": FORMAT, "python": platform.python_version()}
     if is_prepared(target, fingerprint):
         return target
     _refuse_foreign(target)
+    report = progress or _no_report
+    rows = _collect(report)
+    report("writing", 0.9)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        build = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+            build = Path(beside) / "new"
+            _write_all(build, rows, fingerprint)
+            _move_in(build, target, fingerprint)
     except OSError as e:
         raise _cannot_write(target, e) from e
-    try:
-        _build(build, fingerprint, progress or (lambda what, done: None))
-        _move_in(build, target, fingerprint)
-    except OSError as e:
-        raise _cannot_write(target, e) from e
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+    report("ready", 1.0)
     return target
 
 
@@ -205,7 +204,12 @@ def licence_texts(stdlib: Path, packages: list[Path]) -> Iterator[Text]:
             yield Text(name, 1, text)
 
 
-def _build(folder: Path, fingerprint: dict[str, Any], progress: Progress) -> None:
+def _no_report(what: str, done: float) -> None:
+    """Progress that nobody asked for."""
+
+
+def _collect(progress: Progress) -> dict[str, list[Row]]:
+    """The rows of each source."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     packages = sorted({Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")})
     progress("reading the standard library", 0.0)
@@ -215,7 +219,7 @@ def _build(folder: Path, fingerprint: dict[str, Any], progress: Progress) -> Non
             f"this Python has no library sources in {stdlib}; use one that comes with its .py files"
         )
     progress("cutting its sources into rows", 0.2)
-    files = _write(folder, "code", _rows(sources))
+    code = _rows(sources)
     prose: list[Text] = []
     for count, source in enumerate(sources):
         if count % 20 == 0:
@@ -224,18 +228,24 @@ def _build(folder: Path, fingerprint: dict[str, Any], progress: Progress) -> Non
     progress("reading topics and licences", 0.85)
     prose.extend(topic_texts())
     prose.extend(licence_texts(stdlib, packages))
-    files |= _write(folder, "prose", _rows(prose))
-    (folder / MARKER).write_text(json.dumps({"fingerprint": fingerprint, "files": files}, indent=1) + "\n")
-    progress("ready", 1.0)
+    return {"code": code, "prose": _rows(prose)}
 
 
 def _rows(texts: list[Text]) -> list[Row]:
     return [Row(row, text.file, text.line + line) for text in texts for line, row in cut(text.text)]
 
 
-def _write(folder: Path, source: str, rows: list[Row]) -> dict[str, int]:
-    """Write the rows as shards; returns their sizes by name."""
-    (folder / source).mkdir()
+def _write_all(folder: Path, rows: dict[str, list[Row]], fingerprint: dict[str, Any]) -> None:
+    """Write a whole folder, the marker last."""
+    files: dict[str, int] = {}
+    for source, part in rows.items():
+        (folder / source).mkdir(parents=True)
+        files |= _write_shards(folder, source, part)
+    (folder / MARKER).write_text(json.dumps({"fingerprint": fingerprint, "files": files}, indent=1) + "\n")
+
+
+def _write_shards(folder: Path, source: str, rows: list[Row]) -> dict[str, int]:
+    """Write the rows of a source; returns the files' sizes by name."""
     sizes: dict[str, int] = {}
     for shard in range(SHARDS):
         part = rows[shard * len(rows) // SHARDS : (shard + 1) * len(rows) // SHARDS]
@@ -252,7 +262,6 @@ def _write(folder: Path, source: str, rows: list[Row]) -> dict[str, int]:
             folder / name,
             row_group_size=ROW_GROUP_ROWS,
             compression="zstd",
-            use_dictionary=["file"],
             write_page_checksum=True,
         )
         sizes[name] = (folder / name).stat().st_size
