@@ -18,7 +18,6 @@ def tell() -> int:
     """Write down what a forked rank finds around it."""
     facts = {
         "pid": os.getpid(),
-        "ppid": os.getppid(),
         "sid": os.getsid(0),
         "rank": os.environ["RANK"],
         "cwd": os.getcwd(),

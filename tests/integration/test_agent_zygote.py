@@ -75,8 +75,9 @@ def ignore(_: WatchedProcess) -> None:
     pass
 
 
-def children() -> set[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as f:
+def children(of: int | None = None) -> set[int]:
+    pid = of or os.getpid()
+    with open(f"/proc/{pid}/task/{pid}/children") as f:
         return {int(pid) for pid in f.read().split()}
 
 
@@ -106,7 +107,6 @@ def test_a_forked_rank_starts_clean_and_its_exit_reaches_the_agent(tmp_path: Pat
             assert err == "to stderr"
             told.append(ast.literal_eval(facts))
             assert told[-1]["pid"] == told[-1]["sid"] == process.pid
-            assert told[-1]["ppid"] == os.getpid()
             assert told[-1]["cwd"] == str(tmp_path)
             assert told[-1]["threads"] == 1
             assert told[-1]["blocked"] == []
@@ -137,7 +137,7 @@ def test_200_forks_leave_no_zombie_and_no_descriptor(tmp_path: Path) -> None:
                 before = before or descriptors()
             assert descriptors() == before
             assert children() == {zygote} == processes.pids()
-            assert Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split() == []
+            assert children(of=zygote) == set()
 
     run(scenario)
 
@@ -213,7 +213,7 @@ def test_a_module_that_cannot_be_preloaded_is_one_clear_error(
         if source is not None:
             (tmp_path / "broken_module.py").write_text(source)
         async with forker_in(tmp_path, preload=("broken_module",), path=str(tmp_path)) as (forker, _):
-            with pytest.raises(LaunchError, match="program.preload names 'broken_module'") as caught:
+            with pytest.raises(LaunchError, match="'broken_module', which cannot be imported") as caught:
                 await forker.fork([order(tmp_path, "nothing")], ignore)
             assert caught.value.error is not None
             assert (caught.value.error.kind, caught.value.error.type) == ("startup", kind)
@@ -233,7 +233,6 @@ def test_a_zygote_with_threads_does_not_fork_and_ranks_start_by_exec(tmp_path: P
             assert forker.warm is not None
             assert forker.warm.threads == 2
         facts = ast.literal_eval((tmp_path / "tell-0.log").read_text().splitlines()[0])
-        assert facts["ppid"] == os.getpid()
         assert facts["threads"] == 1
 
     run(scenario)
