@@ -1,0 +1,419 @@
+"""The step loop behind `run.steps`: restore, then per step seed, hand over, agree, stage, tell the agent.
+
+The order at the end of a step is the protocol (docs/protocol.md, "A step, as a rank does it"):
+
+1. wait until the own snapshot of the step before is safe on the peer;
+2. one all-gather of a fixed word: loss, newest replicated step, rank 0's attempt;
+3. copy the state into a free slot and seal it;
+4. tell the agent.
+
+So at any moment all ranks hold snapshots of one same step that is at most one finished step old, on two nodes. What is
+random here (the attempt's nonce) and the clock are rank 0's alone, or only measure.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from surefoot.agent.batches import StepData
+from surefoot.agent.exchange import GatherWords, StepVerdict, StepWord, judge, unpack_word
+from surefoot.agent.failures import Area, CommitGivenUpError, RanksDisagreeError, StartupError
+from surefoot.agent.link import AgentLink, AgentNews
+from surefoot.agent.pool import SLOTS, SlotPool, choose_slot, still_held
+from surefoot.agent.seeding import seed_all, seed_of
+from surefoot.agent.tracing import Tracer
+from surefoot.ckpt.manifest import LedgerRow
+from surefoot.controller.wire import (
+    CommittedMsg,
+    Phase,
+    Plan,
+    PoolMsg,
+    PoolReadyMsg,
+    SnapshotMsg,
+    StartingPoint,
+    StepMsg,
+)
+from surefoot.failpoint import failpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a rank waits for its agent. All are last resorts, far beyond what a healthy node takes: it is the
+    controller's detectors that judge slowness, and they end a rank that waits for something dead."""
+
+    pool_s: float = 120.0
+    """Making and touching the slot files: 0.6 GB/s at first touch, so room for some 70 GB a rank."""
+    replicated_s: float = 600.0
+    """Copying one snapshot to the peer, retries through a lost peer's lease included."""
+    committed_s: float = 900.0
+    """Uploading and committing the last checkpoint, over one short outage of the object store."""
+    last_attempts: int = 3
+    """How often the last checkpoint is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFacts:
+    """What a loop does not change."""
+
+    plan: Plan
+    rank: int
+    dp_rank: int
+    seed: int
+    steps: int
+    """The last step."""
+    every_steps: int
+    """Distance of commits."""
+    restore_path: str | None
+    limits: Limits
+
+
+class Restored(Protocol):
+    """What a starting point brought back, besides the state itself (`ckpt.tiers.Restored`)."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def cursor(self) -> Mapping[str, Any]: ...
+
+    @property
+    def ledger(self) -> Sequence[LedgerRow]: ...
+
+
+class Stager(Protocol):
+    """State to and from a slot (`ckpt.tiers.Stager`)."""
+
+    def nbytes(self) -> int: ...
+
+    def stage(
+        self,
+        buf: memoryview,
+        /,
+        *,
+        generation: int,
+        step: int,
+        cursor: dict[str, Any],
+        ledger: Sequence[LedgerRow],
+    ) -> None: ...
+
+    def restore(self, buf: memoryview, /) -> Restored: ...
+
+
+class Shell(Protocol):
+    """What the loop asks of the run around it."""
+
+    def enter_phase(self, phase: Phase, step: int) -> None: ...
+
+    def within(self, area: Area) -> AbstractContextManager[object]: ...
+
+    def take_reports(self) -> tuple[float, int]:
+        """The sum of this step's reported losses and their number; both start again at zero."""
+        ...
+
+
+def attempt_due(step: int, *, steps: int, every_steps: int, attempted: int, pending: bool) -> bool:
+    """Whether to begin committing `step`.
+
+    Due are multiples of `every_steps`, and the last step. While an attempt is under way none is begun: the one that fell
+    due meanwhile is made up at the first step after it.
+
+    Args:
+        attempted: the step of the last attempt; the starting point's before the first.
+        pending: that attempt has not been answered yet.
+    """
+    if step == steps:
+        return True
+    return not pending and step // every_steps > attempted // every_steps
+
+
+class StepLoop:
+    """One pass of `run.steps`, from the starting point to the last step."""
+
+    def __init__(
+        self,
+        facts: LoopFacts,
+        state: Mapping[str, Any],
+        data: StepData,
+        *,
+        shell: Shell,
+        link: AgentLink,
+        stager: Stager,
+        restore_committed: Callable[[int, int], Restored],
+        gather_words: GatherWords,
+        tracer: Tracer,
+        nonce: Callable[[], int] = lambda: secrets.randbits(62) | 1,
+    ) -> None:
+        self.facts = facts
+        self.state = state
+        self.data = data
+        self.shell = shell
+        self.link = link
+        self.stager = stager
+        self.restore_committed = restore_committed
+        self.gather_words = gather_words
+        self.tracer = tracer
+        self.nonce = nonce
+        self.pool = SlotPool()
+        self.ledger: list[LedgerRow] = []
+        self.staged: int | None = None
+        """The newest step of which this life has staged a snapshot."""
+        self.attempted = facts.plan.start.step
+        self.pending: int | None = None
+        """Rank 0: the step whose attempt is not answered yet."""
+        self.finished = facts.plan.start.step
+        """The last finished step."""
+        self.ended = self.finished >= facts.steps
+        """The last step is behind: the spec's, or the one at which the agent asked to stop."""
+
+    # ---- the loop
+
+    def __iter__(self) -> Iterator[int]:
+        self._restore()
+        self.tracer.watch(self.state)
+        for step in range(self.facts.plan.start.step + 1, self.facts.steps + 1):
+            begun = time.monotonic()
+            self.tracer.step = step
+            self.shell.enter_phase("step", step)
+            seed_all(seed_of(self.facts.seed, step, self.facts.dp_rank))
+            self.data.open(step)
+            yield step
+            self._finish(step, begun)
+            if self.ended:
+                return
+
+    def _finish(self, step: int, begun: float) -> None:
+        batch = self.data.require_taken()
+        loss_sum, reports = self.shell.take_reports()
+        self.shell.enter_phase("save", step)
+        self._await_replication()
+        verdict = self._agree(step, loss_sum, reports, batch.global_valid_tokens)
+        loss = None if verdict.loss is None else verdict.loss.hex()
+        self.tracer.note("step_end", loss=loss, samples=len(batch.sample_ids), ids=list(batch.sample_ids))
+        self._extend_ledger(step, batch.sample_ids, loss)
+        attempt = verdict.attempt
+        last = step == self.facts.steps or verdict.stop
+        if last and attempt is None:
+            attempt = self._agree(step, 0.0, 0, 1, insist=True).attempt
+        slot = self._stage(step, verdict.replicated)
+        self._announce(step, slot, attempt)
+        self.link.send(StepMsg(step=step, loss=loss, step_s=time.monotonic() - begun))
+        self.finished = step
+        self.ended = last
+        if last:
+            self._await_last_commit(step, slot)
+
+    # ---- beginning
+
+    def _restore(self) -> None:
+        start = self.facts.plan.start
+        self.tracer.step = start.step
+        self.shell.enter_phase("restore", start.step)
+        if start.tier != "nothing":
+            with self.shell.within("checkpoint"):
+                restored = self._restored_from(start)
+            _require_start(restored, start)
+            self.data.load_state_dict(restored.cursor)
+            self.ledger = list(restored.ledger) if start.tier == "memory" else []
+        self._agree_on_start(start)
+        self.tracer.note(
+            "restored", tier=start.tier, start_generation=start.generation, start_step=start.step
+        )
+
+    def _restored_from(self, start: StartingPoint) -> Restored:
+        facts = self.facts
+        if start.tier == "memory":
+            if facts.restore_path is None:
+                raise StartupError(
+                    f"the plan restores {_name(start)} from memory, but the agent names no slot"
+                )
+            return restore_slot(self.stager, facts.restore_path)
+        return self.restore_committed(start.generation, start.step)
+
+    def _agree_on_start(self, start: StartingPoint) -> None:
+        """Every rank gathers what every rank holds now; a difference would train on a state that never was.
+
+        Raises:
+            StartupError: they differ.
+        """
+        mine = StepWord(generation=start.generation, step=start.step)
+        words = [unpack_word(values) for values in self.gather_words(mine.pack())]
+        others = {(w.generation, w.step) for w in words} - {(start.generation, start.step)}
+        if others:
+            raise StartupError(f"this rank starts from {_name(start)}, others from {sorted(others)}")
+
+    # ---- the end of a step
+
+    def _await_replication(self) -> None:
+        if (staged := self.staged) is not None:
+            self.link.wait(
+                lambda news: True if news.replicated >= staged else None,
+                deadline_s=self.facts.limits.replicated_s,
+                what=f"the snapshot of step {staged} as replicated",
+            )
+
+    def _agree(
+        self, step: int, loss_sum: float, reports: int, denominator: int, *, insist: bool = False
+    ) -> StepVerdict:
+        """The one collective. `insist`: rank 0 begins an attempt whether one is due or not."""
+        generation = self.facts.plan.generation
+        replicated, stop = self.link.peek(lambda news: (news.replicated, news.stop is not None))
+        word = StepWord(
+            generation=generation,
+            step=step,
+            loss_sum=loss_sum,
+            reports=reports,
+            replicated=max(replicated, self._start_in_memory()),
+            attempt=self.nonce() if self.facts.rank == 0 and (insist or self._due(step)) else 0,
+            stop=stop,
+        )
+        failpoint("step.before_exchange")
+        words = [unpack_word(values) for values in self.gather_words(word.pack())]
+        failpoint("step.after_exchange")
+        return judge(words, generation=generation, step=step, denominator=denominator)
+
+    def _start_in_memory(self) -> int:
+        """The starting point counts as replicated: every rank just restored it from a slot, or it is in the store."""
+        return self.facts.plan.start.step if self.facts.plan.start.tier != "nothing" else -1
+
+    def _due(self, step: int) -> bool:
+        if self.pending is not None and self.link.peek(_take_answer(self.pending)) is not None:
+            self.pending = None
+        return attempt_due(
+            step,
+            steps=self.facts.steps,
+            every_steps=self.facts.every_steps,
+            attempted=self.attempted,
+            pending=self.pending is not None,
+        )
+
+    def _extend_ledger(self, step: int, samples: Any, loss: str | None) -> None:
+        committed = self.link.peek(lambda news: news.committed)
+        self.ledger = [row for row in self.ledger if row.step > committed]
+        self.ledger.append(
+            LedgerRow(
+                step=step,
+                generation=self.facts.plan.generation,
+                dp_rank=self.facts.dp_rank,
+                samples=tuple(samples),
+                loss=loss,
+            )
+        )
+
+    def _stage(self, step: int, replicated: int) -> int:
+        """Copy the state into a slot and seal it there."""
+        with self.shell.within("checkpoint"):
+            need = self.stager.nbytes()
+            if need > self.pool.slot_bytes:
+                self._open_pool(need)
+            slot = choose_slot(self.pool.held, replicated)
+            if slot is None:
+                raise RanksDisagreeError(
+                    f"no slot is free for step {step}: held {self.pool.held}, replicated for all {replicated}"
+                )
+            self.pool.held[slot] = None  # from the first byte on the former snapshot is gone
+            buffer = self.pool.buffer(slot)
+            self.stager.stage(
+                buffer,
+                generation=self.facts.plan.generation,
+                step=step,
+                cursor=self.data.state_dict(),
+                ledger=self.ledger,
+            )
+            buffer.release()
+        self.pool.held[slot] = step
+        self.staged = step
+        return slot
+
+    def _open_pool(self, slot_bytes: int) -> None:
+        self.link.peek(_forget_pool)
+        self.link.send(PoolMsg(slot_bytes=slot_bytes, slots=SLOTS))
+        ready = self.link.wait(
+            _take_pool,
+            deadline_s=self.facts.limits.pool_s,
+            what=f"{SLOTS} snapshot slots of {slot_bytes} bytes",
+        )
+        start = self.facts.plan.start
+        keep = {step for step in self.pool.held if step is not None}
+        if self.staged is None and start.tier == "memory":
+            keep.add(start.step)
+        self.pool.open(ready, slot_bytes=slot_bytes, held=still_held(ready, keep))
+
+    def _announce(self, step: int, slot: int, attempt: str | None) -> None:
+        if attempt is not None:
+            self.attempted = step
+            self.pending = step
+        failpoint("snapshot.before_announce")
+        self.link.send(SnapshotMsg(step=step, slot=slot, attempt=attempt))
+        self.tracer.note("snapshot", slot=slot, attempt=attempt)
+
+    # ---- the end of the loop
+
+    def _await_last_commit(self, step: int, slot: int) -> None:
+        """Wait for the commit of the last step; after a failure all ranks begin another attempt together.
+
+        Raises:
+            CommitGivenUpError: no attempt succeeded.
+        """
+        tries = self.facts.limits.last_attempts
+        for left in range(tries - 1, -1, -1):
+            answer = self.link.wait(
+                _take_answer(step),
+                deadline_s=self.facts.limits.committed_s,
+                what=f"the checkpoint of step {step} as committed",
+            )
+            self.pending = None
+            if not answer.failure:
+                return
+            self.tracer.note("commit_failed", failure=answer.failure)
+            if not left:
+                raise CommitGivenUpError(
+                    f"step {step} was not committed in {tries} attempts; the last said: {answer.failure}"
+                )
+            self._announce(step, slot, self._agree(step, 0.0, 0, 1, insist=True).attempt)
+
+
+def restore_slot(stager: Stager, path: str) -> Restored:
+    """Restore from a slot file, read-only."""
+    import mmap
+    import os
+
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    with mapped, memoryview(mapped) as buffer:
+        return stager.restore(buffer)
+
+
+def _require_start(restored: Restored, start: StartingPoint) -> None:
+    if (restored.generation, restored.step) != (start.generation, start.step):
+        raise StartupError(
+            f"the plan starts from {_name(start)}, but what was restored is "
+            f"step {restored.step} of generation {restored.generation}"
+        )
+
+
+def _name(start: StartingPoint) -> str:
+    return f"step {start.step} of generation {start.generation}"
+
+
+def _take_answer(step: int) -> Callable[[AgentNews], CommittedMsg | None]:
+    return lambda news: news.answers.pop(step, None)
+
+
+def _take_pool(news: AgentNews) -> PoolReadyMsg | None:
+    ready, news.pool = news.pool, None
+    return ready
+
+
+def _forget_pool(news: AgentNews) -> None:
+    news.pool = None

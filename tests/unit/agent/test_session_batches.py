@@ -1,0 +1,99 @@
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from surefoot.agent.batches import StepData
+from surefoot.agent.failures import BatchCountError, DataEndedError, RanksDisagreeError
+
+
+@dataclass
+class FakeBatch:
+    step: int
+    sample_ids: tuple[str, ...] = ("a:0:f:0",)
+    global_valid_tokens: int = 10
+
+
+class FakeLoader(Iterator[FakeBatch]):
+    def __init__(self, last: int = 100) -> None:
+        self.step = 0
+        self.last = last
+
+    def __next__(self) -> FakeBatch:
+        if self.step == self.last:
+            raise StopIteration
+        self.step += 1
+        return FakeBatch(self.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.step = state["step"]
+
+    def close(self) -> None:
+        self.last = self.step
+
+
+def _no_phase() -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def _data(loader: FakeLoader | None = None) -> tuple[StepData, list[int]]:
+    taken: list[int] = []
+    return StepData(loader or FakeLoader(), fetching=_no_phase, taken=lambda b: taken.append(b.step)), taken
+
+
+def test_one_batch_a_step() -> None:
+    data, taken = _data()
+    for step in (1, 2, 3):
+        data.open(step)
+        assert next(data).step == step
+        assert data.require_taken().step == step
+    assert taken == [1, 2, 3]
+    assert data.state_dict() == {"step": 3}
+
+
+def test_a_second_batch_in_a_step_is_refused() -> None:
+    data, taken = _data()
+    data.open(1)
+    next(data)
+    with pytest.raises(BatchCountError, match=r"a second time in step 1.*microbatches"):
+        next(data)
+    assert taken == [1]
+
+
+def test_no_batch_in_a_step_is_refused() -> None:
+    data, _ = _data()
+    data.open(4)
+    with pytest.raises(BatchCountError, match="step 4 ended without next"):
+        data.require_taken()
+
+
+def test_a_batch_outside_of_a_step_is_refused() -> None:
+    data, _ = _data()
+    with pytest.raises(BatchCountError, match="outside of a step"):
+        next(data)
+    data.open(1)
+    next(data)
+    data.require_taken()
+    with pytest.raises(BatchCountError, match="outside of a step"):
+        next(data)
+
+
+def test_data_that_ends_says_at_which_step() -> None:
+    """StopIteration would end the caller's loop as if all were well."""
+    data, _ = _data(FakeLoader(last=0))
+    data.open(1)
+    with pytest.raises(DataEndedError, match=r"after step 0.*job\.steps to 0"):
+        next(data)
+
+
+def test_a_loader_that_is_elsewhere_is_refused() -> None:
+    data, _ = _data()
+    data.load_state_dict({"step": 7})
+    data.open(7)
+    with pytest.raises(RanksDisagreeError, match="batch of step 8 in step 7"):
+        next(data)
