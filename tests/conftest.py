@@ -1,17 +1,69 @@
-"""Shared fixtures. etcd3 0.12.0 was generated for protobuf 3 and imports only with the pure-Python implementation."""
+"""Fixtures for all tests: a real etcd, a real S3 server, and a way to wait that is no sleep.
+
+The servers are one per run and start when a test first asks for them; each test has keys or a prefix of its own there.
+Whatever a fixture started is ended by the process that started it, by its pid.
+"""
 
 import importlib.util
 import os
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+from surefoot.controller.etcd import EmbeddedEtcd, start_etcd
+from surefoot.controller.store import CoordStore, connect
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _eventually(holds: Callable[[], Any], within_s: float = 10.0, what: str = "") -> Any:
+    """Poll until `holds()` is true, and return what it returned; fail after `within_s`."""
+    until = time.monotonic() + within_s
+    while not (result := holds()):
+        if time.monotonic() > until:
+            pytest.fail(f"not within {within_s:g} s: {what or holds}")
+        time.sleep(0.02)  # the pace of polling
+    return result
+
+
+@pytest.fixture
+def eventually() -> Callable[..., Any]:
+    """``eventually(lambda: ..., within_s=10.0, what="")`` polls until the function returns something true."""
+    return _eventually
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
+    """One real etcd for the whole run, for tests that do it no harm; share it by using keys of your own (`job`)."""
+    folder = tmp_path_factory.mktemp("etcd")
+    with start_etcd(folder / "data", folder / "log") as running:
+        yield running
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """A real etcd for this test alone, to stop, freeze, kill or compact."""
+    with start_etcd(tmp_path / "etcd", tmp_path / "etcd.log") as running:
+        yield running
+
+
+@pytest.fixture
+def coord(etcd: EmbeddedEtcd) -> Iterator[CoordStore]:
+    """A connection to `etcd`."""
+    store = connect(etcd.endpoint)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def job() -> str:
+    """A job's name that no other test has."""
+    return f"job-{uuid.uuid4().hex[:12]}"
 
 
 def _s3server() -> Any:
