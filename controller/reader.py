@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.record import ManifestRef, Record, list_manifests, list_records, read_record
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
@@ -94,3 +96,25 @@ class JobReader:
         except (ObjectStoreError, CkptError) as e:
             trouble.append(str(e))
         self._listed_at = time.monotonic()
+
+
+def read_once(
+    facts: view.JobFacts, *, store: CoordStore | None, objects: ObjectStore
+) -> tuple[view.JobView, tuple[str, ...]]:
+    """One snapshot, and what could not be read of it. A job without a name gets that of its newest record's plan.
+
+    Raises:
+        ObjectStoreError, CkptError: there is no etcd to ask, and the object store cannot be read either.
+    """
+    if store is None or not facts.name:
+        generations = list_records(objects)
+        newest = read_record(objects, generations[-1])[0] if generations else None
+        facts = msgspec.structs.replace(facts, name=facts.name or _job_of(newest))
+    reader = JobReader(facts, store=store, objects=objects)
+    return reader.read(), reader.trouble
+
+
+def _job_of(record: Record | None) -> str:
+    """The job's name as a record's plan gives it; ``?`` where there is none."""
+    name = record.plan.get("job") if record is not None and record.plan else None
+    return name if isinstance(name, str) else "?"

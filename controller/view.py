@@ -429,6 +429,36 @@ def incident_text(incident: wire.Incident) -> str:
     return f"step {incident.step}: {what}{evidence}{answer}{took}"
 
 
+def incident_story(incident: wire.Incident) -> list[str]:
+    """Lines that tell the whole of one incident."""
+    i = incident
+    charged = "" if i.cause == "none" else f"; charged to the budget of {i.cause} failures"
+    left = "" if i.budget_left is None else f" ({i.budget_left} left)"
+    start = (
+        ""
+        if i.start is None
+        else f" from step {i.start.step} of generation {i.start.generation} ({i.start.tier})"
+    )
+    times = (
+        ("decided", i.decided_s),
+        ("planned", i.planned_s),
+        ("running", i.running_s),
+        ("first step", i.first_step_s),
+    )
+    rows = [
+        ("incident", f"{i.id} ({'closed' if i.closed else 'open'})"),
+        ("what", incident_text(i).split("; ")[0]),
+        ("struck", f"generation {i.generation}, step {i.step}"),
+        *(("evidence", line) for line in i.evidence),
+        ("cause", f"{i.fault}{charged}{left}" if i.fault else ""),
+        ("rule", i.rule),
+        ("decision", i.decision),
+        ("answer", "" if i.new_generation is None else f"generation {i.new_generation}{start}"),
+        ("cost", ", ".join(f"{name} after {s:.2f} s" for name, s in times if s is not None)),
+    ]
+    return [f"{name + ':':<10} {text}" for name, text in rows if text]
+
+
 def _events(
     generations: Sequence[GenerationView],
     committed: Sequence[CommitView],
