@@ -182,7 +182,6 @@ class FakeAgent:
         self.commit_failures: list[str] = []
         """Answers to give to the next attempts instead of committing."""
         self.generation = 0
-        self.fd_errors: list[str] = []
         self._launcher = launcher
         self._plan: Any = None
         self._restore: dict[int, str] = {}
@@ -323,7 +322,10 @@ class FakeAgent:
     def hang_up(self) -> None:
         """End all connections, as the death of an agent does."""
         for connection in list(self._connections.values()):
-            connection.shutdown(socket.SHUT_RDWR)
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the rank hung up first
 
     def say(self, rank: int, message: Any) -> None:
         from surefoot.controller.wire import encode

@@ -28,7 +28,7 @@ class Tiny(nn.Module):
         self.embedding = nn.Embedding(256, 32)
         self.hidden = nn.Linear(32, 64)
         self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(64, 256)
+        self.head = nn.Linear(64, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.dropout(F.gelu(self.hidden(self.embedding(tokens)))))
@@ -59,7 +59,7 @@ def train(run: agent.Run) -> None:
     with run.phase("eval"):
         total = torch.zeros((), dtype=torch.float64)
         for parameter in model.parameters():
-            total += parameter.full_tensor().double().sum()  # pyright: ignore[reportAttributeAccessIssue]  (a DTensor after fully_shard)
+            total += parameter.detach().full_tensor().double().sum()  # pyright: ignore[reportAttributeAccessIssue]  (a DTensor after fully_shard)
     print(f"parameters {float(total).hex()}", flush=True)
 
 
