@@ -21,6 +21,7 @@ The runner does not start a lost node again: that is what standbys are for.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -423,12 +424,26 @@ def _no_interruptions() -> Iterator[None]:
 
 def _reachable(root: str) -> ObjectStore:
     """The object store, if it answers; one clear error instead of one from each component."""
+    if not root.startswith("s3://"):
+        _make_root(Path(root.removeprefix("file://")))
     objects = open_store(root, deadline_s=PREFLIGHT_S)
     try:
         list_records(objects)
     except ObjectStoreError as e:
         raise RunFailedError(str(e), ExitCode.ENVIRONMENT) from e
     return objects
+
+
+def _make_root(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "this user may not write there")
+    except OSError as e:
+        raise RunFailedError(
+            f"{folder} cannot be the job's root: {e.strerror}; give another folder as job.root",
+            ExitCode.ENVIRONMENT,
+        ) from e
 
 
 def _terminate(components: Iterable[Component], grace_s: float) -> None:
