@@ -104,7 +104,7 @@ def committed_rows(objects: Objects, manifest: Json, recs: Mapping[int, Json]) -
     ref = manifest.get("ledger")
     while ref is not None:
         ledger = objects.json(ref["key"])
-        previous = ledger.get("previous") or {"step": 0}
+        previous: Json = ledger.get("previous") or {"step": 0}
         rows += [
             row
             for row in ledger.get("rows", ())

@@ -223,6 +223,7 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._last: JobView | None = None
+        self._told = 0
 
     def say(self, words: str) -> None:
         self.console.print(words, highlight=False)
@@ -230,7 +231,7 @@ class Screen:
     @contextmanager
     def watching(self, title: str) -> Generator[Callable[[JobView, Injector | None], None]]:
         """Yields a function that shows the newest picture."""
-        self._last = None
+        self._last, self._told = None, 0
         if not self.console.is_terminal:
             self.say(title)
             yield self._print_news
@@ -246,7 +247,7 @@ class Screen:
         for line in news(self._last, view):
             self.say(f"  step {view.step:>3}  {line}")
         if injector is not None:
-            for fired in injector.fired[getattr(self, "_told", 0) :]:
+            for fired in injector.fired[self._told :]:
                 self.say(f"  step {fired.step:>3}  FAULT {fired.kind}: {fired.where}")
             self._told = len(injector.fired)
         self._last = view
