@@ -67,6 +67,8 @@ class Reason(_Value, frozen=True, kw_only=True):
     """The kind of fault as the incident names it: rank_exit, rank_exception, hang, node_loss; empty where there was none."""
     incident: str = ""
     detail: str = ""
+    signature: str = ""
+    """Names the crash that led here, so that equal ones can be counted over the records; empty where none is known."""
 
 
 class Plan(_Value, frozen=True, kw_only=True):
@@ -217,6 +219,8 @@ class Outcome(_Value, frozen=True, kw_only=True):
     step: int
     reason: str
     generation: int
+    run_id: str = ""
+    """The run that ended: one of a former run says nothing about this one."""
 
 
 class Incident(_Value, frozen=True, kw_only=True):
