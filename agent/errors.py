@@ -10,13 +10,12 @@
     │   └── StillAliveError       processes that would not end
     ├── LaunchError               ranks could not be started; becomes a `wire.StartFailure`
     ├── ChannelClosedError        a process of this node (zygote, snapshot server) went away; it is started again
-    └── TransferError             a snapshot did not get from one node to another; `kind` is one of wire.StartFailure's
+    └── TransferError             a snapshot did not get from one node to another; `kind` says how
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
+from surefoot.agent.messages import TransferFailure
 from surefoot.controller.wire import ErrorReport
 
 
@@ -59,8 +58,6 @@ class ChannelClosedError(AgentError):
 class TransferError(AgentError):
     """A snapshot could not be brought here, or to a peer."""
 
-    def __init__(
-        self, kind: Literal["snapshot_missing", "snapshot_corrupt", "peer_unreachable"], message: str
-    ) -> None:
+    def __init__(self, kind: TransferFailure, message: str) -> None:
         super().__init__(message)
-        self.kind: Literal["snapshot_missing", "snapshot_corrupt", "peer_unreachable"] = kind
+        self.kind: TransferFailure = kind

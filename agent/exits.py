@@ -141,6 +141,12 @@ def _how(report: ExitReport) -> str:
         return f"signal {report.signal}"
 
 
+def ending_in_words(wait_status: int) -> str:
+    """How a process that is no rank ended, for logs."""
+    report = exit_report(wait_status, error=None, last_words="", teardown=False)
+    return f"ended by {_how(report)}" if report.signal is not None else f"exited with {report.code}"
+
+
 def last_words(log_tail: bytes) -> str:
     """The last lines of a log, bounded; `log_tail` is the end of the file and may begin within a line or a character."""
     lines = log_tail.decode("utf-8", "replace").rstrip().splitlines()[-LAST_WORDS_LINES:]

@@ -11,18 +11,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from surefoot import history
-from surefoot.agent import decide, exits
-from surefoot.agent.errors import LaunchError
-from surefoot.agent.lines import LINE_BYTES_MAX
+from surefoot.agent import decide
+from surefoot.agent.errors import ChannelClosedError, LaunchError
+from surefoot.agent.helper import Helper
 from surefoot.agent.messages import (
     ForkedMsg,
     ForkMsg,
@@ -31,6 +27,7 @@ from surefoot.agent.messages import (
     StoreOrder,
     WarmMsg,
     WarmUpMsg,
+    ZygoteToAgent,
     decode_from_zygote,
 )
 from surefoot.agent.processes import Processes, WatchedProcess
@@ -94,10 +91,27 @@ class Forker:
         self._settled = asyncio.Event()
         self._requests: dict[int, _Request] = {}
         self._serial = 0
-        self._writer: asyncio.StreamWriter | None = None
         self._gave_up = False
+        self._helper = Helper(
+            "zygote",
+            processes,
+            env=self._env,
+            log_path=config.log_path,
+            decode=decode_from_zygote,
+            hear=self._hear,
+            gone=self._lost,
+        )
+        self._was_warm = False
         self.warm: WarmMsg | None = None
-        self.process: WatchedProcess | None = None
+
+    @property
+    def process(self) -> WatchedProcess | None:
+        """The zygote that is, or was last, alive."""
+        return self._helper.process
+
+    async def end(self) -> None:
+        """After `run` was cancelled: wait until the zygote has gone."""
+        await self._helper.end()
 
     @property
     def settled(self) -> bool:
@@ -154,75 +168,43 @@ class Forker:
 
     async def _one_zygote(self) -> bool:
         """Start one and talk to it until it dies. Returns whether it was ever warm."""
-        ours, theirs = socket.socketpair()
+        self._was_warm = False
+        order = WarmUpMsg(modules=self._config.modules, preload=self._config.preload, path=self._config.path)
         try:
-            self.process = self._processes.spawn(
-                ["-m", "surefoot.agent.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())],
-                name="zygote",
-                env=self._env,
-                log_path=self._config.log_path,
-                inherit=theirs.fileno(),
-            )
+            await self._helper.live(["surefoot.agent.zygote"], order)
         except OSError as e:
             log.error("cannot start a zygote: %s", e)
-            ours.close()
-            return False
-        finally:
-            theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES_MAX)
-        try:
-            order = WarmUpMsg(
-                modules=self._config.modules, preload=self._config.preload, path=self._config.path
-            )
-            self._send(order)
-            while line := await reader.readline():
-                self._hear(line)
-        except (ConnectionError, ValueError, msgspec.MsgspecError) as e:
-            log.error("the zygote said something unintelligible: %s", e)
-        finally:
-            was_warm = self.warm is not None
-            self._hang_up()
-        status = await self.process.wait()
-        words = exits.classify(
-            exits.exit_report(status, error=None, last_words="", teardown=False), finished=False
-        ).words
-        log.warning("the zygote (%d) has gone: %s; starting another", self.process.pid, words)
-        return was_warm
+        return self._was_warm
 
-    def _hang_up(self) -> None:
+    def _lost(self) -> None:
         self._settled.clear()
         self.warm = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self.process is not None:
-            self.process.send(signal.SIGKILL)
         for serial in list(self._requests):
-            gone = LaunchError("the zygote died while it forked: what it had started by then is ended")
-            self._answer(serial, gone)
+            self._answer(
+                serial, LaunchError("the zygote died while it forked: what it had started by then is ended")
+            )
         self._on_change()
 
-    def _send(self, message: msgspec.Struct) -> None:
-        assert self._writer is not None
-        self._writer.write(wire.encode(message) + b"\n")
-
-    def _hear(self, line: bytes) -> None:
-        match decode_from_zygote(line):
-            case WarmMsg() as warm:
-                self._warmed(warm)
-            case ForkedMsg() as forked:
-                self._forked(forked)
-            case ForkRefusedMsg(serial=serial, threads=threads):
-                log.warning("the zygote has %d threads and must not fork: starting ranks by exec", threads)
-                request = self._requests[serial]
+    def _hear(self, message: ZygoteToAgent) -> None:
+        match message:
+            case WarmMsg():
+                self._warmed(message)
+            case ForkedMsg():
+                self._forked(message)
+            case ForkRefusedMsg():
+                log.warning(
+                    "the zygote has %d threads and must not fork: starting ranks by exec", message.threads
+                )
+                request = self._requests[message.serial]
                 try:
-                    self._answer(serial, self._spawn(request.orders, request.on_exit))
+                    self._answer(message.serial, self._spawn(request.orders, request.on_exit))
                 except LaunchError as e:
-                    self._answer(serial, e)
+                    self._answer(message.serial, e)
 
     def _warmed(self, warm: WarmMsg) -> None:
         self.warm = warm
-        log.info("zygote %s is warm after %.1f s", self.process and self.process.pid, warm.import_s)
+        self._was_warm = True
+        log.info("the zygote is warm after %.1f s", warm.import_s)
         if warm.failure is not None:
             log.error("%s\n%s", warm.failure.message, warm.failure.traceback)
         self._settled.set()
@@ -236,7 +218,10 @@ class Forker:
         expecting = self._processes.expecting()
         expecting.__enter__()  # closed by _answer, when the zygote has answered or died
         self._requests[self._serial] = _Request(orders, on_exit, answer, expecting)
-        self._send(ForkMsg(serial=self._serial, orders=tuple(orders)))
+        try:
+            self._helper.send(ForkMsg(serial=self._serial, orders=tuple(orders)))
+        except ChannelClosedError as e:
+            self._answer(self._serial, LaunchError(str(e)))
         return await answer
 
     def _forked(self, message: ForkedMsg) -> None:

@@ -114,6 +114,10 @@ class StoreUpMsg(_NodeMessage, frozen=True, kw_only=True, tag="store_up"):
 
 # ---------------------------------------------------------------- agent <-> snapshot server
 
+TransferFailure = Literal["snapshot_missing", "snapshot_corrupt", "peer_unreachable", "memory", "refused"]
+"""How a snapshot did not get from one node to another: it is not there; it did not arrive whole; no answer; no room for
+it; the token or the generation is wrong."""
+
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
     """One sealed snapshot in a slot file."""
@@ -139,6 +143,8 @@ class GenerationMsg(_NodeMessage, frozen=True, kw_only=True, tag="generation"):
     generation: int
     start_generation: int
     start_step: int
+    drop_replicas: tuple[int, ...] = ()
+    """Ranks whose copies are of no more use here; their slots are removed."""
 
 
 class ReplicateMsg(_NodeMessage, frozen=True, kw_only=True, tag="replicate"):
@@ -221,9 +227,7 @@ class FailedAnswer(_NodeMessage, frozen=True, kw_only=True, tag="failed_job"):
     """It did not. `pinned`: the pin that went with a replication stands all the same."""
 
     serial: int
-    kind: Literal[
-        "snapshot_missing", "snapshot_corrupt", "peer_unreachable", "memory", "object_store", "refused"
-    ]
+    kind: TransferFailure | Literal["object_store"]
     detail: str
     pinned: bool = False
 

@@ -52,9 +52,7 @@ async def forker_in(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        if forker.process is not None:
-            forker.process.send(signal.SIGKILL)
-            await forker.process.wait()
+        await forker.end()
         processes.close()
         linux.become_subreaper(False)
 
