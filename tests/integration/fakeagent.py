@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def launcher() -> None:
-    """Read orders ``{"env", "log"}`` from stdin; answer ``{"pid"}`` to each, and ``{"ended", "status"}`` at its end."""
+    """Read orders ``{"env", "log", "by_exec"}`` from stdin; answer ``{"pid"}`` to each, and ``{"ended", "status"}`` at its end."""
     import surefoot.agent.session
     from surefoot import failpoint
 
@@ -61,6 +61,8 @@ def _become_rank(order: dict[str, Any], failpoint: Any) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(order["env"])
+    if order["by_exec"]:
+        os.execv(sys.executable, [sys.executable, "-m", "surefoot.agent.session"])
     failpoint.arm(failpoint.from_environment(os.environ))
     session.main()
 
@@ -116,12 +118,14 @@ class Launcher:
                 self.changed.notify_all()
             self._ready.set()
 
-    def launch(self, env: Mapping[str, str], log: Path) -> int:
-        """Fork one rank; returns its pid."""
+    def launch(self, env: Mapping[str, str], log: Path, *, by_exec: bool = False) -> int:
+        """Start one rank; returns its pid."""
         assert self._process.stdin is not None
         with self.changed:
             known = len(self._pids)
-            self._process.stdin.write(json.dumps({"env": dict(env), "log": str(log)}).encode() + b"\n")
+            self._process.stdin.write(
+                json.dumps({"env": dict(env), "log": str(log), "by_exec": by_exec}).encode() + b"\n"
+            )
             self._process.stdin.flush()
             if not self.changed.wait_for(lambda: len(self._pids) > known, DEADLINE_S):
                 raise TimeoutError("the launcher did not fork")
@@ -182,6 +186,7 @@ class FakeAgent:
         self.commit_failures: list[str] = []
         """Answers to give to the next attempts instead of committing."""
         self.generation = 0
+        self.mesh = {"pp": 1, "dp": world, "tp": 1}
         self._launcher = launcher
         self._plan: Any = None
         self._restore: dict[int, str] = {}
@@ -209,6 +214,7 @@ class FakeAgent:
         tier: str = "nothing",
         env: Mapping[int, Mapping[str, str]] | None = None,
         restore: Mapping[int, str] | None = None,
+        by_exec: bool = False,
     ) -> None:
         """Launch all ranks of `generation` from (`of`, `step`). `env` is extra environment by rank; `restore` overrides
         the slot file that a rank is told to restore from."""
@@ -226,7 +232,7 @@ class FakeAgent:
             generation=generation,
             members=(Member(uid="n0", incarnation="i", index=0, first_rank=0, ranks=self.world),),
             world_size=self.world,
-            mesh={"pp": 1, "dp": self.world, "tp": 1},
+            mesh=self.mesh,
             start=start,
             reason=Reason(kind="first_start" if generation == 1 else "restart"),
             spec_hash=self.spec.hash,
@@ -247,7 +253,9 @@ class FakeAgent:
         )
         for rank in range(self.world):
             extra = dict(env.get(rank, {})) if env else {}
-            self.pids[rank] = self._launcher.launch(self._environment(rank) | extra, self.log(rank))
+            self.pids[rank] = self._launcher.launch(
+                self._environment(rank) | extra, self.log(rank), by_exec=by_exec
+            )
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {
