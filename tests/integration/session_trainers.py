@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from surefoot import agent, loader
 
@@ -119,3 +120,23 @@ def leaves_early(run: agent.Run) -> None:
         next(data)
         if run.params.get("leave"):
             return
+
+
+def clips(run: agent.Run) -> None:
+    """Clips sharded and plain gradients together and prints what it did beside the sum by hand."""
+    model = Tiny()
+    fully_shard(model, mesh=run.mesh["dp"])
+    plain = nn.Linear(8, 8)  # the same on all ranks: DP keeps it so
+    both = nn.ModuleList([model, plain])
+    tokens = torch.arange(64).reshape(1, 64)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()) + plain(torch.ones(8)).sum()
+    loss.backward()
+    grads = [p.grad for p in both.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    expected = sum(float(g.double().square().sum()) for g in whole) ** 0.5
+    norm = run.clip_grad_norm_(both, 0.5)
+    after = [p.grad for p in both.parameters() if p.grad is not None]
+    clipped = [g.full_tensor() if isinstance(g, DTensor) else g for g in after]
+    left = sum(float(g.double().square().sum()) for g in clipped) ** 0.5
+    print(f"clipped {float(norm).hex()} {expected!r} {left!r}", flush=True)
+    quiet(run)

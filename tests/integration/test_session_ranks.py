@@ -125,6 +125,18 @@ def test_two_runs_are_alike_to_the_last_bit(make: Make) -> None:
     assert parameters(agents[0]) == parameters(agents[1])
 
 
+def test_gradients_of_all_kinds_are_clipped_alike_on_all_ranks(make: Make) -> None:
+    agent = make(train="session_trainers:clips", steps=1)
+    agent.start(1)
+    assert agent.exit_codes() == [0, 0]
+    lines = [re.findall(r"clipped (\S+) (\S+) (\S+)", agent.log(rank).read_text()) for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    ((norm, expected, left),) = lines[0]
+    assert float.fromhex(norm) == pytest.approx(float(expected), rel=1e-12)
+    assert float(left) == pytest.approx(0.5, rel=1e-5)
+    assert float(expected) > 0.5
+
+
 # ---------------------------------------------------------------- restarts
 
 
