@@ -88,12 +88,11 @@ def prepare(folder: str | os.PathLike[str], progress: Progress | None = None) ->
     fingerprint = {"format": FORMAT, "python": platform.python_version()}
     if is_prepared(target, fingerprint):
         return target
-    _refuse_foreign(target)
+    _check_target(target)
     report = progress or _no_report
     rows = _collect(report)
     report("writing", 0.9)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
             build = Path(beside) / "new"
             _write_all(build, rows, fingerprint)
@@ -284,7 +283,8 @@ def _move_in(build: Path, target: Path, fingerprint: dict[str, Any]) -> None:
     raise PrepareError(f"{target} is being prepared by others at the same time, again and again; try again")
 
 
-def _refuse_foreign(target: Path) -> None:
+def _check_target(target: Path) -> None:
+    """Refuse, before the work is done, what holds something else or cannot be made."""
     try:
         if target.is_dir() and _marker(target) is None and any(target.iterdir()):
             raise PrepareError(
@@ -292,6 +292,7 @@ def _refuse_foreign(target: Path) -> None:
             )
         if target.exists() and not target.is_dir():
             raise PrepareError(f"{target} is a file; name a folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise _cannot_write(target, e) from e
 

@@ -85,7 +85,7 @@ class TextBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file as it was found: `name` is the last part of its path."""
+    """One file as it was found: `path` is a URL where it is not on this machine, `name` its last part."""
 
     name: str
     path: str
@@ -351,7 +351,11 @@ class _Files:
             found = self._call("glob", self._path, detail=True) if _is_pattern(self._path) else self._plain()
         entries = sorted(
             (
-                FileEntry(name=PurePosixPath(info["name"]).name, path=info["name"], size=int(info["size"]))
+                FileEntry(
+                    name=PurePosixPath(info["name"]).name,
+                    path=info["name"] if self._local else self._fs.unstrip_protocol(info["name"]),
+                    size=int(info["size"]),
+                )
                 for info in found.values()
                 if info["type"] == "file"
             ),
@@ -427,10 +431,22 @@ class _Files:
     def read(self, path: str, start: int, end: int) -> bytes:
         """Bytes start .. end - 1."""
         with access(self._source.name, path):
-            if self._local:
-                with open(path, "rb") as file:
-                    return os.pread(file.fileno(), end - start, start)
-            return self._call("cat_file", path, start=start, end=end)
+            data = self._read_local(path, start, end) if self._local else self._read_remote(path, start, end)
+        if len(data) != end - start:
+            raise ChangedFileError(
+                f"{path} gave {len(data):,} bytes from byte {start:,} on, and {end - start:,} should be there: it changes while it "
+                f"is read; leave it alone, and start again",
+                source=self._source.name,
+                path=path,
+            )
+        return data
+
+    def _read_local(self, path: str, start: int, end: int) -> bytes:
+        with open(path, "rb") as file:
+            return os.pread(file.fileno(), end - start, start)
+
+    def _read_remote(self, path: str, start: int, end: int) -> bytes:
+        return self._call("cat_file", path, start=start, end=end)
 
     @contextmanager
     def reading(self, entry: FileEntry, chunk: tuple[int, int] | None) -> Generator[Any]:
