@@ -192,6 +192,9 @@ class StartFailure(_Value, frozen=True, kw_only=True):
         "snapshot_missing", "snapshot_corrupt", "peer_unreachable", "record_unreadable", "launch_failed"
     ]
     detail: str
+    error: ErrorReport | None = None
+    """Set where the job itself is to blame (a module that cannot be imported, a memory budget too small): no other node and
+    no other try will do better."""
 
 
 class NodeStatus(_Value, frozen=True, kw_only=True):
