@@ -4,6 +4,7 @@ VENV   ?= .venv
 # Extra words for pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU build of torch.
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 DEMO_ARGS ?=
 TEST_ARGS ?=
 
@@ -18,8 +19,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("surefoot needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Say which one: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing surefoot and what it needs into $(VENV) (torch is the large one)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[test,lint]'
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
+# The linters (pyright brings a Node.js) are installed by those who lint.
+$(VENV)/.installed-lint: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[lint]'
 	@touch $@
 
 demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, a lost node and a dead controller
@@ -28,12 +34,12 @@ demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, 
 test: $(VENV)/.installed   ## all tests (below 15 minutes on 2 cores)
 	$(BIN)/python -m pytest --durations=20 $(TEST_ARGS)
 
-lint: $(VENV)/.installed   ## format, lint, types
+lint: $(VENV)/.installed-lint   ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(VENV)/.installed ## let ruff format and fix
+format: $(VENV)/.installed-lint ## let ruff format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
