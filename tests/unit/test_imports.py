@@ -85,7 +85,7 @@ PURE_MAY_USE = (
     ),
 )
 """No IO, clock, thread, randomness or log is reachable from these."""
-PURE_MAY_SEE = ("ckpt.record", "ckpt.errors", "ckpt.boxes", "loader.errors")
+PURE_MAY_SEE = ("exitcodes", "ckpt.record", "ckpt.errors", "ckpt.boxes", "loader.errors")
 """Ours, not all pure, but asked for types and pure functions only."""
 PURE_BUT = {"controller.spec": ("pathlib",), "agent.exits": ("signal",)}
 """`load_spec` reads the one file it is given; exits are named after the table of signals."""
@@ -114,7 +114,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Heavy libraries and the modules that may load them."""
-TORCH_IN_FUNCTIONS = ("ckpt.tiers",)
+TORCH_IN_FUNCTIONS = ("ckpt.tiers", "ckpt.staging")
 """Loaded by torch-free processes as well."""
 
 
@@ -204,7 +204,8 @@ FOUND = [found for module, text in ALL.items() for found in imports(module, text
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rule(rule: str):
-    assert [str(found) for found in FOUND if RULES[rule](found)] == []
+    broken = [str(found) for found in FOUND if RULES[rule](found)]
+    assert not broken, "\n".join([f"{len(broken)} imports break the rule {rule!r}:", *broken])
 
 
 def test_no_cycles():
