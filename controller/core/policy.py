@@ -1,0 +1,579 @@
+"""What is the matter, and where to go on from: the rules. PURE.
+
+**Who is alive** (`fate`). A probe's answer decides, not a lease: *answered* by the life the plan means: alive. *Refused*, or
+answered by another life: lost. *No answer*: lost if its key is gone as well; otherwise silent, and asked again, at most for
+the last call (15 s), after which it counts as lost.
+
+**What began it** (`diagnose`). The first rule that holds, in this order, names the fault; everything else is evidence:
+
+1. a lost member: ``node_loss``, infrastructure;
+2. a silent member, while something else stopped the generation: wait for its fate, it may be the cause;
+3. a rank ended by a signal: ``rank_exit``. A collective error of another rank is an effect of that;
+4. a rank that raised, or exited without a word: ``rank_exception``, ``rank_exit``; an exit with 0 before the end is one;
+5. a member that cannot start its ranks: ``start_failed``;
+6. only collective errors: wait 0.5 s for what began them, ask everybody once more, then ``collective``, infrastructure: a
+   link, or a cause that nobody reported. No rank is blamed;
+7. no progress, still so after everybody was asked: ``hang``, infrastructure, blamed on a rank only where one alone is
+   behind all others; or ``not_ready``, ``ended_early``;
+8. nothing of all this: a false alarm, and nothing happens.
+
+**Where to go on from** (`choose_start`). The newest state on the lineage that can be had: a snapshot of which every rank's
+part is on a living node (its own copy first, else a replica), unless a manifest is newer; else that manifest; else the
+beginning. What could not be served before is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from surefoot.ckpt.record import ManifestRef, Record, lineage, on_lineage
+from surefoot.controller.core import budget, detectors
+from surefoot.controller.core.settings import START_TRIES, Settings
+from surefoot.controller.core.standing import following, is_done, newest_step, ranks_heard
+from surefoot.controller.core.state import (
+    Answer,
+    Fault,
+    InForce,
+    Inquiry,
+    KnownNode,
+    StartKey,
+    Suspicion,
+    SuspicionKind,
+    Truth,
+)
+from surefoot.controller.wire import (
+    Cause,
+    ExitReport,
+    Member,
+    NodeStatus,
+    Plan,
+    PlanPointer,
+    RankStatus,
+    SnapshotSource,
+    StartFailure,
+    StartingPoint,
+)
+
+# ---------------------------------------------------------------- who is alive
+
+
+class Fate(Enum):
+    """What is known of a member's life."""
+
+    ALIVE = "alive"
+    LOST = "lost"
+    SILENT = "silent"
+    ASKED = "asked"
+    """Its answer is still out."""
+    UNASKED = "unasked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FateVerdict:
+    """`why` in words, for evidence."""
+
+    fate: Fate
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What a diagnosis looks at."""
+
+    settings: Settings
+    in_force: InForce
+    nodes: Mapping[str, KnownNode]
+    inquiry: Inquiry
+    progress_s: float
+    learned_step_s: float | None
+    now_s: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.in_force.plan
+
+
+def fate(member: Member, node: KnownNode | None, inquiry: Inquiry) -> FateVerdict:
+    """Is the life that the plan means over?"""
+    if node is None or node.info is None:
+        if any(s.uid == member.uid and s.kind is SuspicionKind.VANISHED for s in inquiry.suspicions):
+            return FateVerdict(fate=Fate.LOST, why="it never registered with this controller")
+        return FateVerdict(fate=Fate.SILENT, why="it has not registered with this controller")
+    if node.incarnation != member.incarnation:
+        return FateVerdict(fate=Fate.LOST, why=f"its agent came back as {node.incarnation}")
+    if node.lost:
+        return FateVerdict(fate=Fate.LOST, why=node.lost)
+    asked = inquiry.asked.get(member.uid)
+    if asked is None:
+        return FateVerdict(fate=Fate.UNASKED)
+    if node.probed is None or node.probed.op < asked:
+        return FateVerdict(fate=Fate.ASKED)
+    return _fate_by_probe(member, node, node.probed.answer, node.probed.incarnation)
+
+
+def _fate_by_probe(member: Member, node: KnownNode, answer: Answer, life: str) -> FateVerdict:
+    match answer:
+        case Answer.ANSWERED if life == member.incarnation:
+            return FateVerdict(fate=Fate.ALIVE)
+        case Answer.ANSWERED:
+            return FateVerdict(fate=Fate.LOST, why=f"another life answered there: {life}")
+        case Answer.REFUSED:
+            return FateVerdict(fate=Fate.LOST, why="its agent's port refused the connection")
+        case Answer.BROKEN | Answer.TIMED_OUT if not node.registered:
+            return FateVerdict(fate=Fate.LOST, why=f"its key is gone and it {answer.value}")
+        case Answer.BROKEN | Answer.TIMED_OUT:
+            return FateVerdict(fate=Fate.SILENT, why=f"it {answer.value}")
+
+
+# ---------------------------------------------------------------- how one rank ended
+
+
+class Role(Enum):
+    """What an end is evidence of."""
+
+    INITIATING = "initiating"
+    CASCADE = "cascade"
+    TEARDOWN = "teardown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One rank's end, read. `weight` orders initiating ones: the lowest is believed first."""
+
+    uid: str
+    rank: RankStatus
+    role: Role
+    fault: str
+    cause: Cause
+    weight: int
+    words: str
+
+
+AGENT_LOST_CODE = 77
+"""What a rank exits with when its agent is gone (docs/protocol.md): an effect, not a cause."""
+
+TOLD_TO_STOP = (1, 2, 15)
+"""SIGHUP, SIGINT, SIGTERM from outside: somebody wants the machine."""
+
+FROM_OUTSIDE = (7, 9)
+"""SIGBUS (memory that could not be backed), SIGKILL: the machine's doing. Other signals are the program's own."""
+
+
+def read_exit(uid: str, rank: RankStatus, report: ExitReport) -> Reading:
+    """Read one end, by the rules of the module."""
+    role, fault, cause, weight = _read(report)
+    words = f"rank {rank.rank} on {uid} ({role.value}): {detectors.exit_words(report)}, in {rank.phase} of step {rank.step}"
+    return Reading(uid=uid, rank=rank, role=role, fault=fault, cause=cause, weight=weight, words=words)
+
+
+def _read(report: ExitReport) -> tuple[Role, str, Cause, int]:
+    error = report.error
+    if report.teardown:
+        return Role.TEARDOWN, "", "none", 9
+    if report.code == AGENT_LOST_CODE or (error is not None and error.kind in ("collective", "agent_lost")):
+        return Role.CASCADE, "collective", "infrastructure", 8
+    if report.signal is not None:
+        return Role.INITIATING, "rank_exit", _account_of_signal(report.signal), 0
+    if error is not None:
+        cause: Cause = "infrastructure" if error.kind == "checkpoint" else "workload"
+        return Role.INITIATING, "rank_exception", cause, 1
+    return Role.INITIATING, "rank_exit", "workload", 2
+
+
+def _account_of_signal(number: int) -> Cause:
+    if number in FROM_OUTSIDE:
+        return "infrastructure"
+    return "preemption" if number in TOLD_TO_STOP else "workload"
+
+
+# ---------------------------------------------------------------- what began it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healthy:
+    """A false alarm. `why` in words."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undecided:
+    """Ask `ask` (again), at the earliest `not_before_s`; `settled`: that ends the wait for what initiated a cascade."""
+
+    ask: tuple[str, ...]
+    not_before_s: float
+    settled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StillAsking:
+    """Answers are out."""
+
+
+Diagnosis = Healthy | Undecided | StillAsking | Fault
+
+
+def diagnose(at: Situation) -> Diagnosis:
+    """Say what is the matter, or what is needed to say it."""
+    fates = {m.uid: fate(m, at.nodes.get(m.uid), at.inquiry) for m in at.plan.members}
+    lost = {uid: v.why for uid, v in fates.items() if v.fate is Fate.LOST}
+    hard = at.inquiry.hard or bool(lost)
+    if hard and (unasked := _of(fates, Fate.UNASKED)):
+        return Undecided(ask=unasked, not_before_s=at.now_s)
+    if _of(fates, Fate.ASKED):
+        return StillAsking()
+    silent = _of(fates, Fate.SILENT)
+    if hard and silent:
+        if at.now_s - at.inquiry.opened_s < at.settings.times.last_call_s:
+            return Undecided(ask=silent, not_before_s=_answered_s(at, silent) + at.settings.times.reprobe_s)
+        lost |= {uid: f"{fates[uid].why}, for the whole last call" for uid in silent}
+    return _conclude(at, lost)
+
+
+def _of(fates: Mapping[str, FateVerdict], wanted: Fate) -> tuple[str, ...]:
+    return tuple(uid for uid, v in fates.items() if v.fate is wanted)
+
+
+def _answered_s(at: Situation, uids: Collection[str]) -> float:
+    probed = [node.probed for uid in uids if (node := at.nodes.get(uid)) is not None]
+    return max((p.at_s for p in probed if p is not None), default=at.now_s)
+
+
+def _conclude(at: Situation, lost: Mapping[str, str]) -> Diagnosis:
+    """Every fate is known: apply the rules in order."""
+    readings = [r for r in read_exits(at.plan, at.nodes) if r.role is not Role.TEARDOWN]
+    began = sorted((r for r in readings if r.role is Role.INITIATING), key=lambda r: (r.weight, r.rank.rank))
+    evidence = tuple(r.words for r in (*began, *(r for r in readings if r.role is Role.CASCADE)))
+    if lost:
+        return _node_loss(at, lost, evidence)
+    if began:
+        return _rank_end(at, began[0], evidence)
+    if failures := _start_failures(at.plan, at.nodes):
+        return _start_failed(at, *failures[0], evidence)
+    if readings:
+        return _cascade_only(at, evidence)
+    return _standstill(at)
+
+
+def read_exits(plan: Plan, nodes: Mapping[str, KnownNode]) -> list[Reading]:
+    """All ends of ranks of this generation that were not regular, ascending by rank."""
+    readings: list[Reading] = []
+    for member in plan.members:
+        status = following(nodes.get(member.uid), plan)
+        readings.extend(
+            read_exit(member.uid, rank, rank.exit)
+            for rank in (status.ranks if status is not None else ())
+            if rank.exit is not None and not is_done(rank)
+        )
+    return readings
+
+
+def _node_loss(at: Situation, lost: Mapping[str, str], evidence: Sequence[str]) -> Fault:
+    return Fault(
+        kind="node_loss",
+        cause="infrastructure",
+        node=next(iter(lost)),
+        step=newest_step(at.nodes, at.plan),
+        evidence=(*(f"node {u}: {w}" for u, w in lost.items()), *evidence),
+        rule="a member's life is over: its ranks are placed anew, a spare takes the place unless the node came back",
+        lost=lost,
+    )
+
+
+def _rank_end(at: Situation, reading: Reading, evidence: Sequence[str]) -> Fault:
+    report, rank = reading.rank.exit, reading.rank
+    error = report.error if report is not None else None
+    loading = error is not None and error.kind == "checkpoint" and rank.phase in ("start", "restore")
+    words = (
+        budget.signature_of(error, rank.step)
+        if error is not None
+        else f"{detectors.exit_words(report) if report is not None else ''}, step {rank.step}"
+    )
+    return Fault(
+        kind=reading.fault,
+        cause=reading.cause,
+        node=reading.uid,
+        rank=rank.rank,
+        step=rank.step,
+        evidence=tuple(evidence),
+        rule="a rank ended by itself or by a signal is initiating; communication errors of others are its effects",
+        signature=words if reading.cause == "workload" else "",
+        start_at_fault=loading,
+    )
+
+
+def _start_failures(plan: Plan, nodes: Mapping[str, KnownNode]) -> list[tuple[str, StartFailure]]:
+    found: list[tuple[str, StartFailure]] = []
+    for member in plan.members:
+        status = following(nodes.get(member.uid), plan)
+        failure = status.start_failure if status is not None else None
+        if failure is not None and failure.generation == plan.generation:
+            found.append((member.uid, failure))
+    return found
+
+
+def _start_failed(at: Situation, uid: str, failure: StartFailure, evidence: Sequence[str]) -> Fault:
+    launch = failure.kind == "launch_failed"
+    serving = failure.kind in ("snapshot_missing", "snapshot_corrupt", "peer_unreachable")
+    words = f"node {uid}: {failure.kind}: {failure.detail}"
+    return Fault(
+        kind="start_failed",
+        cause="workload" if launch else "infrastructure",
+        node=uid,
+        step=at.plan.start.step,
+        evidence=(words, *evidence),
+        rule="a starting point that cannot be served is given up, and the next record names an older one"
+        if serving
+        else "a generation that cannot be started is formed again",
+        signature=f"{failure.kind}: {failure.detail}" if launch else "",
+        start_at_fault=serving,
+        start_is_gone=serving,
+    )
+
+
+def _cascade_only(at: Situation, evidence: Sequence[str]) -> Undecided | Fault:
+    if not at.inquiry.settled:
+        return Undecided(
+            ask=tuple(m.uid for m in at.plan.members),
+            not_before_s=at.inquiry.opened_s + at.settings.times.settle_s,
+            settled=True,
+        )
+    return Fault(
+        kind="collective",
+        cause="infrastructure",
+        step=newest_step(at.nodes, at.plan),
+        evidence=tuple(evidence),
+        rule=f"only communication errors, {at.settings.times.settle_s} s later still: a link, or a cause nobody reported",
+    )
+
+
+def _standstill(at: Situation) -> Healthy | Fault:
+    """Nobody ended: is it a hang, a start that does not come up, or nothing?"""
+    early = detectors.detect_early_end(at.plan, at.nodes, at.settings, at.now_s)
+    stalled = (
+        detectors.detect_hang(
+            at.plan,
+            at.nodes,
+            at.settings,
+            at.now_s,
+            progress_s=at.progress_s,
+            learned_s=at.learned_step_s,
+        )
+        if "hang" not in at.settings.observe
+        else []
+    )
+    missing = detectors.detect_not_ready(at.plan, at.nodes, at.settings, at.now_s, progress_s=at.progress_s)
+    for found in (early, stalled, missing):
+        if found:
+            return _stood_still(at, found)
+    return Healthy(why="all members answered, no rank has ended, and there is progress")
+
+
+_STILL: Mapping[SuspicionKind, tuple[str, Cause, str]] = {
+    SuspicionKind.ENDED_EARLY: (
+        "ended_early",
+        "workload",
+        "ranks that end before the last step while others go on leave those waiting for ever",
+    ),
+    SuspicionKind.NO_PROGRESS: (
+        "hang",
+        "infrastructure",
+        "no rank made progress for longer than the phase of those furthest behind allows, and their agents confirm it",
+    ),
+    SuspicionKind.NOT_READY: (
+        "not_ready",
+        "infrastructure",
+        "a generation that does not come up by its deadline is formed again",
+    ),
+}
+
+
+def _stood_still(at: Situation, found: Sequence[Suspicion]) -> Fault:
+    kind, cause, rule = _STILL[found[0].kind]
+    ranks = ranks_heard(at.nodes, at.plan)
+    alone = found[0] if len(found) == 1 else None
+    step = newest_step(at.nodes, at.plan)
+    return Fault(
+        kind=kind,
+        cause=cause,
+        node=alone.uid if alone is not None else _one_node(found),
+        rank=alone.rank if alone is not None and alone.rank in ranks else None,
+        step=step,
+        evidence=tuple(
+            f"rank {s.rank} on {s.uid}: {s.detail}" if s.rank >= 0 else f"node {s.uid}: {s.detail}"
+            for s in found
+        ),
+        rule=rule,
+        signature=f"{kind} at step {step}",
+    )
+
+
+def _one_node(found: Sequence[Suspicion]) -> str:
+    uids = {s.uid for s in found}
+    return uids.pop() if len(uids) == 1 else ""
+
+
+# ---------------------------------------------------------------- where to go on from
+
+
+def newest_that_ran(truth: Truth, pointer: PlanPointer | None, nodes: Mapping[str, KnownNode]) -> int:
+    """The newest generation that is known to have been published: etcd points to it, an agent follows it, or it committed.
+
+    Records above it were never in force as far as anybody can tell; 0 where nothing ever ran.
+    """
+    ran = pointer.generation if pointer is not None else 0
+    followed = (n.status.generation for n in nodes.values() if n.registered and n.status is not None)
+    ran = max(ran, *(g for g in followed), 0) if nodes else ran
+    return max(ran, max((m.generation for m in truth.manifests), default=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A starting point, and for the tier ``memory`` who has each rank's part."""
+
+    point: StartingPoint
+    sources: tuple[SnapshotSource, ...] = ()
+    rollback: bool = False
+    """It leaves committed steps behind, because what is newer could not be served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoStart:
+    """Nothing can be started from."""
+
+    detail: str
+
+
+def start_key(point: StartingPoint) -> StartKey:
+    """Names a starting point in `State.failed_starts`."""
+    return (point.generation, point.step, point.tier)
+
+
+def choose_start(
+    settings: Settings,
+    members: Sequence[Member],
+    nodes: Mapping[str, KnownNode],
+    truth: Truth,
+    *,
+    ran: int,
+    failed: Mapping[StartKey, int],
+) -> Start | NoStart:
+    """Choose by the rule in the module.
+
+    Args:
+        ran: the newest generation that was in force; its lineage counts.
+        failed: how often starting points could not be served lately.
+
+    Raises:
+        LineageError: the records contradict each other.
+    """
+    committed = lineage(truth.records, truth.manifests, ran)
+    usable = [m for m in committed if failed.get((m.generation, m.step, "object_store"), 0) < START_TRIES]
+    newest = usable[-1] if usable else None
+    memory = _newest_in_memory(settings, members, nodes, truth, ran=ran, failed=failed)
+    if memory is not None and (newest is None or memory.point.step >= newest.step):
+        return _marked(memory, committed)
+    if newest is not None:
+        point = StartingPoint(generation=newest.generation, step=newest.step, tier="object_store")
+        return _marked(Start(point=point), committed)
+    if committed:
+        steps = ", ".join(str(m.step) for m in committed)
+        return NoStart(detail=f"none of the committed steps ({steps}) could be loaded")
+    return Start(point=StartingPoint())
+
+
+def _marked(start: Start, committed: Sequence[ManifestRef]) -> Start:
+    rollback = any(m.step > start.point.step for m in committed)
+    return Start(point=start.point, sources=start.sources, rollback=rollback)
+
+
+def _newest_in_memory(
+    settings: Settings,
+    members: Sequence[Member],
+    nodes: Mapping[str, KnownNode],
+    truth: Truth,
+    *,
+    ran: int,
+    failed: Mapping[StartKey, int],
+) -> Start | None:
+    """The newest snapshot on the lineage that is complete on living nodes, and was made with the same layout.
+
+    One of the last step is left alone: its generation would have no step to take, and commits come with steps.
+    """
+    held = _held(nodes)
+    for generation, step in sorted(held, key=lambda p: (p[1], p[0]), reverse=True):
+        point = StartingPoint(generation=generation, step=step, tier="memory")
+        if not 0 < step < settings.steps or failed.get(start_key(point)):
+            continue
+        if not _same_layout(settings, truth.records.get(generation)):
+            continue
+        if not on_lineage(truth.records, ran, generation, step):
+            continue
+        sources = _sources(members, held[generation, step])
+        if sources is not None:
+            return Start(point=point, sources=sources)
+    return None
+
+
+def _same_layout(settings: Settings, record: Record | None) -> bool:
+    plan = budget.plan_of(record) if record is not None else None
+    return plan is not None and plan.world_size == settings.world_size and plan.mesh == dict(settings.mesh)
+
+
+Copies = dict[int, list[tuple[bool, str]]]
+"""Rank to its holders: (is it a replica, uid)."""
+
+
+def _held(nodes: Mapping[str, KnownNode]) -> dict[tuple[int, int], Copies]:
+    """(generation, step) to who holds which rank's part, of living nodes."""
+    held: dict[tuple[int, int], Copies] = {}
+    for node in nodes.values():
+        status = _of_living(node)
+        for snapshot in status.snapshots if status is not None else ():
+            copies = held.setdefault((snapshot.generation, snapshot.step), {})
+            copies.setdefault(snapshot.rank, []).append((snapshot.replica, node.uid))
+    return held
+
+
+def _of_living(node: KnownNode) -> NodeStatus | None:
+    return node.present_status if node.registered and not node.lost else None
+
+
+def _sources(members: Sequence[Member], copies: Copies) -> tuple[SnapshotSource, ...] | None:
+    """A source for every rank, or None. The member's own memory first, then an original, then a replica."""
+    sources: list[SnapshotSource] = []
+    for member in members:
+        for rank in range(member.first_rank, member.first_rank + member.ranks):
+            holders = copies.get(rank)
+            if not holders:
+                return None
+            best = min(holders, key=lambda h, uid=member.uid: (h[1] != uid, h[0], h[1]))
+            sources.append(SnapshotSource(rank=rank, uid=best[1]))
+    return tuple(sources)
+
+
+# ---------------------------------------------------------------- what must not be
+
+
+def contradiction(truth: Truth, pointer: PlanPointer | None, nodes: Mapping[str, KnownNode]) -> str | None:
+    """Why nothing may be decided: etcd or an agent knows a generation that has no record, or another record. None: all is well.
+
+    Such a world was restored from an old backup, or points to another root. Going on would give a number out twice.
+    """
+    if pointer is not None and pointer.generation > truth.top:
+        return (
+            f"etcd's plan names generation {pointer.generation}, but the newest record in the object store is {truth.top}: "
+            f"is this the right root? Restore the records, or delete the plan key if they are gone for good"
+        )
+    if pointer is not None and truth.hashes.get(pointer.generation) not in (None, pointer.hash):
+        return f"the record of generation {pointer.generation} is not the one that etcd's plan names: restore it from a backup"
+    for node in nodes.values():
+        status = _of_living(node)
+        if status is not None and status.generation > truth.top:
+            return (
+                f"the agent of {node.uid} follows generation {status.generation}, but the newest record is {truth.top}: "
+                f"end that agent, or restore the records"
+            )
+    return None
