@@ -36,6 +36,7 @@ from surefoot.loader.errors import (
     SourceUnreachableError,
     TruncatedFileError,
 )
+from surefoot.loader.reader import SampleReader
 from surefoot.loader.source import ParquetSource, window_blocks
 
 PACK = Pack(seq_len=64, step_tokens=512)
@@ -108,6 +109,24 @@ def test_a_row_group_read_in_slices_holds_the_same_rows(tmp_path):
         rows == [whole.tokens(row).tobytes() for row in range(100)] == [text.encode() for text in texts(100)]
     )
     opened.close()
+
+
+@pytest.mark.parametrize("block_rows", [7, 100])
+def test_samples_can_be_asked_for_in_any_order(tmp_path, block_rows):
+    write(tmp_path / "p.parquet", texts(60), group_rows=30)
+
+    def reader():
+        return SampleReader(
+            ParquetSource.open(Source("s", str(tmp_path), block_rows=block_rows, window_blocks=2)), seed=1
+        )
+
+    forward, anyhow = reader(), reader()
+    expected = [(sample.id, sample.data.tobytes()) for sample in map(forward.sample, range(150))]
+    numbers = list(range(150)) * 2
+    random.Random(1).shuffle(numbers)
+    for number in numbers:
+        sample = anyhow.sample(number)
+        assert (sample.id, sample.data.tobytes()) == expected[number]
 
 
 def test_a_large_row_group_is_read_in_bounded_memory(tmp_path):

@@ -99,6 +99,24 @@ def test_sources_that_stop_leave_and_the_others_share_what_was_theirs():
         draw.take()
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=6), st.data())
+def test_from_the_step_on_where_a_source_leaves_the_rest_is_within_one_sample_again(weight_list, data):
+    names = NAMES[: len(weight_list)]
+    rows = {name: data.draw(st.integers(1, 40)) for name in names}
+    draw = Draw(mixture(weight_list, when_used_up="stop"), rows)
+    weight, left = dict(zip(names, weight_list, strict=True)), dict(rows)
+    counts, n = dict.fromkeys(names, 0), 0
+    for name in draw_names(draw, sum(rows.values())):
+        counts[name], n, left[name] = counts[name] + 1, n + 1, left[name] - 1
+        total = sum(weight[other] for other in counts)
+        for other in counts:
+            assert abs(n * weight[other] - counts[other] * total) < total
+        if not left[name]:
+            counts, n = {other: 0 for other in counts if left[other]}, 0
+    assert not any(left.values())
+
+
 def test_sources_without_rows_or_weight_are_never_drawn():
     draw = Draw(mixture([1, 1, 0, 1]), {"a": 3, "b": 0, "c": 9, "d": 3})
     assert set(draw_names(draw, 50)) == {"a", "d"}

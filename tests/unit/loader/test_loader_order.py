@@ -115,6 +115,14 @@ def test_rows_of_a_window_are_mixed_across_its_blocks():
     assert len({group for group, _ in first}) == 10
 
 
+def test_row_groups_come_in_another_order_in_each_pass_and_source():
+    def groups(source, pass_index):
+        order = PassOrder(layout([5] * 30, 5, 1), seed=1, source=source, pass_index=pass_index)
+        return tuple(group for group, _ in walk(order))[::5]
+
+    assert len({groups("a", 0), groups("a", 1), groups("b", 0), tuple(range(30))}) == 4
+
+
 def test_an_empty_pass_has_no_windows():
     order = PassOrder(layout([0, 0]), seed=1, source="s", pass_index=0)
     assert order.rows == 0
