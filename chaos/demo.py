@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 import threading
 import time
@@ -376,7 +377,11 @@ def demo(options: Options, screen: Screen) -> Verdict:
 
 
 def _prepare(screen: Screen) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "text"
+    cache = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "surefoot"
+        / f"text-{platform.python_version()}"
+    )
     try:
         with screen.console.status("preparing text from this Python's own library") as status:
             return text.prepare(
