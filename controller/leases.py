@@ -30,7 +30,8 @@ class LeaseKeeper:
         store: Where. Each of its calls should take less than a third of `ttl_s` (see `connect`).
         ttl_s: Seconds.
         on_lost: Called once, from the keeper's thread, with the reason, when the lease has ended or must be taken for
-            ended. Not called after `stop`. It must not call `stop`.
+            ended; later than that by one call of `store` at most (`remaining_s` and `check` are never late). Not called
+            after `stop`. It must not call `stop`.
         rng: Spreads the renewals.
         clock: Seconds, monotonic.
     """

@@ -1,5 +1,6 @@
 """The job file: what is accepted, what is refused, and how it is said."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -251,6 +252,44 @@ class TestRefused:
 
     def test_a_key_outside_of_any_table(self):
         assert "outside" in problems("steps = 3" + MINIMAL)["steps"].reason
+
+
+LITERALS = (
+    *(
+        "true",
+        "-1",
+        "0",
+        "1",
+        "-0.0",
+        "1.5",
+        "nan",
+        "inf",
+        "9223372036854775807",
+        '""',
+        '"x"',
+        '"s3://"',
+        "[]",
+        "[1]",
+    ),
+    *('["x", 1]', "{}", "{ a = 1 }", "{ dp = true }", "{ dp = [] }", "1979-05-27", "07:32:00", "[[1], []]"),
+)
+
+
+@pytest.mark.parametrize("table", s.TABLES)
+def test_no_value_of_any_key_is_worse_than_a_spec_error(table: str):
+    (kind,) = (f.type for f in dataclasses.fields(s.JobSpec) if f.name == table)
+    keys = [f.name for f in dataclasses.fields(getattr(s, kind))]
+    lines = [line for line in FULL.splitlines() if line != "[program.params]"]
+    for key in [*keys, "command", "every", "every_s", ""]:
+        for literal in LITERALS:
+            at = lines.index(f"[{table}]") + 1
+            text = "\n".join(
+                [line for line in lines[:at]]
+                + [f"{key or 'x'} = {literal}"]
+                + [line for line in lines[at:] if not line.startswith(f"{key} =")]
+            )
+            with contextlib.suppress(s.SpecError):
+                assert len(s.parse_spec(text).hash) == 64
 
 
 class TestMessages:
