@@ -40,7 +40,7 @@ class FileObjectStore:
     def root(self) -> str:
         return self._folder.as_uri()
 
-    def create(self, key: str, data: bytes | memoryview) -> None:
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
         path = self._path(key)
         with self._mapped("create", key):
             for _ in range(_TRIES - 1):
@@ -111,7 +111,7 @@ def _typed(e: OSError, said: str) -> ObjectStoreError:
             return ObjectStoreUnavailableError(said)
 
 
-def _create(path: Path, data: bytes | memoryview) -> None:
+def _create(path: Path, data: bytes | bytearray | memoryview) -> None:
     """Raises FileExistsError, or FileNotFoundError where the folder was taken away meanwhile."""
     _make_folder(path.parent)
     temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
@@ -128,7 +128,7 @@ def _create(path: Path, data: bytes | memoryview) -> None:
     _fsync_folder(path.parent)
 
 
-def _write_all(fd: int, data: bytes | memoryview) -> None:
+def _write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(fd, view) :]

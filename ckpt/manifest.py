@@ -98,7 +98,7 @@ class RankPart(_Stored, frozen=True, kw_only=True):
     """None for a rank that writes nothing."""
 
 
-class PartRecord(_Stored, frozen=True, kw_only=True):
+class PartRecord(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     """What one writer stored for an attempt, or (`failure`) why it could not."""
 
     format: int = FORMAT
@@ -126,7 +126,7 @@ class Previous(_Stored, frozen=True, kw_only=True):
     ledger: LedgerRef | None = None
 
 
-class Ledger(_Stored, frozen=True, kw_only=True):
+class Ledger(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     """The rows that one checkpoint commits: steps after `previous` up to `step`. The chain survives retention."""
 
     format: int = FORMAT
@@ -136,7 +136,7 @@ class Ledger(_Stored, frozen=True, kw_only=True):
     rows: tuple[LedgerRow, ...] = ()
 
 
-class Manifest(_Stored, frozen=True, kw_only=True):
+class Manifest(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     """One committed checkpoint."""
 
     format: int = FORMAT

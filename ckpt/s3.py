@@ -176,9 +176,9 @@ class S3ObjectStore:
     def root(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
-    def create(self, key: str, data: bytes | memoryview) -> None:
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
         address = self._address(key)
-        body = bytes(data)  # botocore takes no memoryview
+        body = data if isinstance(data, bytes | bytearray) else bytes(data)  # botocore takes no memoryview
         fs = self._fs()
 
         def put() -> Awaitable[Any]:

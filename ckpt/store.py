@@ -55,7 +55,7 @@ class ObjectStore(Protocol):
         """The URL everything is relative to, without a trailing slash."""
         ...
 
-    def create(self, key: str, data: bytes | memoryview) -> None:
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Create the object if no other has the key; durable when it returns.
 
         Raises: ObjectExistsError, ObjectUnknownError, ObjectStoreDeniedError, ObjectStoreUnavailableError.
@@ -130,7 +130,7 @@ class MemoryObjectStore:
     def root(self) -> str:
         return self._root
 
-    def create(self, key: str, data: bytes | memoryview) -> None:
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
         with self._lock:
             if check_key(key) in self._objects:
                 raise ObjectExistsError(f"{self._root}: {key} exists")

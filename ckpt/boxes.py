@@ -1,0 +1,208 @@
+"""Boxes: rectangular parts of a tensor, and the proof that some of them make up the whole. PURE.
+
+A box is `offset` and `extent`, one number of elements per dimension. A 0-d tensor has the one box ``((), ())``.
+
+**The proof.** The number of boxes that cover a point is a step function, and its mixed derivative is a sum of signed unit
+masses at the boxes' corners: plus one at every corner with an even number of upper sides, minus one at the others. Two
+such functions are equal exactly if their masses are. So n boxes cover every element of a tensor exactly once if and only
+if their masses add up to those of the tensor's own box: n * 2**dims additions, no comparison of boxes with each other.
+Where they do not, the first point (in lexicographic order) with mass left over is an element that is covered 1 + mass
+times, since nothing before it contributes: the error names it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Index = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """See the module. Sorts by offset, then extent."""
+
+    offset: Index
+    extent: Index
+
+    @property
+    def numel(self) -> int:
+        """Elements; a 0-d box has one."""
+        return math.prod(self.extent)
+
+    def __str__(self) -> str:
+        """``[0:4,2:3]``."""
+        return "[" + ",".join(f"{o}:{o + e}" for o, e in zip(self.offset, self.extent, strict=True)) + "]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What both cover, or None."""
+    offset = tuple(map(max, a.offset, b.offset))
+    extent = tuple(
+        min(ao + ae, bo + be) - o
+        for ao, ae, bo, be, o in zip(a.offset, a.extent, b.offset, b.extent, offset, strict=True)
+    )
+    return None if any(e <= 0 for e in extent) else Box(offset, extent)
+
+
+def relative(inner: Box, outer: Box) -> Box:
+    """`inner` in the coordinates of `outer`."""
+    return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.extent)
+
+
+def split(box: Box, parts: int) -> list[Box | None]:
+    """Cut a box into `parts` slices that stay contiguous in row-major order, as equal as whole rows allow.
+
+    The cut runs along the first dimension longer than 1. None stands for a slice without elements.
+    """
+    axis = next((i for i, e in enumerate(box.extent) if e > 1), None)
+    if axis is None:
+        return [box, *[None] * (parts - 1)]
+    rows = box.extent[axis]
+    edges = [rows * i // parts for i in range(parts + 1)]
+    return [slab(box, axis, a, b) if b > a else None for a, b in itertools.pairwise(edges)]
+
+
+def slab(box: Box, axis: int, start: int, stop: int) -> Box:
+    """Rows start .. stop - 1 of `box` along `axis`, counted from the box's own offset."""
+    offset, extent = list(box.offset), list(box.extent)
+    offset[axis] += start
+    extent[axis] = stop - start
+    return Box(tuple(offset), tuple(extent))
+
+
+def span(outer: Box, inner: Box, itemsize: int) -> tuple[int, int]:
+    """Bytes [begin, end) of a row-major `outer` that hold all of `inner`, which lies within it and is not empty."""
+    strides = [math.prod(outer.extent[i + 1 :]) for i in range(len(outer.extent))]
+    first = sum((i - o) * s for i, o, s in zip(inner.offset, outer.offset, strides, strict=True))
+    last = first + sum((e - 1) * s for e, s in zip(inner.extent, strides, strict=True))
+    return first * itemsize, (last + 1) * itemsize
+
+
+# ---------------------------------------------------------------- the proof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miscount:
+    """`element` is covered `times` times instead of once."""
+
+    element: Index
+    times: int
+
+
+def miscovered(shape: Sequence[int], boxes: Iterable[Box]) -> Miscount | None:
+    """The first element of a tensor that `boxes` do not cover exactly once, or None: they are a partition of it.
+
+    Boxes that reach outside the tensor are found as well: an element outside is to be covered zero times, so its count
+    appears as one too many.
+    """
+    masses: dict[Index, int] = {}
+    _add_corners(masses, whole(shape), -1)
+    for box in boxes:
+        _add_corners(masses, box, +1)
+    left = [(point, mass) for point, mass in masses.items() if mass]
+    if not left:
+        return None
+    element, mass = min(left)
+    return Miscount(element=element, times=1 + mass)
+
+
+def _add_corners(masses: dict[Index, int], box: Box, sign: int) -> None:
+    if 0 in box.extent:
+        return
+    sides = [((o, 1), (o + e, -1)) for o, e in zip(box.offset, box.extent, strict=True)]
+    for corner in itertools.product(*sides):
+        point = tuple(p for p, _ in corner)
+        masses[point] = masses.get(point, 0) + sign * math.prod(s for _, s in corner)
+
+
+# ---------------------------------------------------------------- which boxes a shard holds
+
+
+class Run(NamedTuple):
+    """Indices start .. start + length - 1 of one dimension of the whole tensor, held from local index `local` on."""
+
+    start: int
+    length: int
+    local: int
+
+
+class Sharding(NamedTuple):
+    """One mesh dimension shards tensor dimension `dim`: chunk number `at` of `parts`. With `factor` > 1 (a strided shard) what
+    is there is first cut into `factor` chunks, each of which is sharded."""
+
+    dim: int
+    parts: int
+    at: int
+    factor: int = 1
+
+
+class Held(NamedTuple):
+    """A box of the whole tensor, and where it begins in the local tensor."""
+
+    box: Box
+    local: Index
+
+
+def held_boxes(shape: Sequence[int], shardings: Iterable[Sharding]) -> list[Held]:
+    """What one rank holds of a tensor that is sharded by mesh dimensions, left to right. No box where it holds nothing.
+
+    Chunks are torch.chunk's: all of the same, rounded-up length but the last ones, which may be short or empty.
+    """
+    runs = [[Run(0, n, 0)] if n else [] for n in shape]
+    for s in shardings:
+        runs[s.dim] = _shard(runs[s.dim], s)
+    return [
+        Held(Box(tuple(r.start for r in at), tuple(r.length for r in at)), tuple(r.local for r in at))
+        for at in itertools.product(*runs)
+    ]
+
+
+def local_shape(shape: Sequence[int], shardings: Iterable[Sharding]) -> Index:
+    """The shape of the local tensor under `held_boxes`."""
+    lengths = list(shape)
+    for s in shardings:
+        lengths[s.dim] = sum(b - a for a, b in _chunks(lengths[s.dim], s))
+    return tuple(lengths)
+
+
+def _chunks(length: int, s: Sharding) -> list[tuple[int, int]]:
+    """The positions [a, b) out of `length` that the shard takes."""
+    taken: list[tuple[int, int]] = []
+    outer = -(-length // s.factor) if length else 0
+    for begin in range(0, length, outer or 1):
+        end = min(begin + outer, length)
+        inner = -(-(end - begin) // s.parts)
+        a, b = begin + s.at * inner, min(begin + (s.at + 1) * inner, end)
+        if b > a:
+            taken.append((a, b))
+    return taken
+
+
+def _shard(runs: list[Run], s: Sharding) -> list[Run]:
+    found: list[Run] = []
+    for a, b in _chunks(sum(r.length for r in runs), s):
+        for r in runs:
+            begin, end = max(a, r.local), min(b, r.local + r.length)
+            if end > begin:
+                found.append(Run(r.start + begin - r.local, end - begin, 0))
+    return _numbered(found)
+
+
+def _numbered(runs: list[Run]) -> list[Run]:
+    """Join neighbours and count the local indices anew."""
+    joined: list[Run] = []
+    for r in runs:
+        if joined and joined[-1].start + joined[-1].length == r.start:
+            joined[-1] = joined[-1]._replace(length=joined[-1].length + r.length)
+        else:
+            joined.append(r)
+    locals_ = itertools.accumulate((r.length for r in joined), initial=0)
+    return [r._replace(local=at) for r, at in zip(joined, locals_, strict=False)]

@@ -1,0 +1,34 @@
+"""What agents and ranks use of `ckpt`: snapshots in slots, and their way to a committed checkpoint.
+
+Torch-free on import; `Stager` and `restore_committed` import it when used.
+"""
+
+from surefoot.ckpt.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
+from surefoot.ckpt.errors import ImageError, SlotTooSmallError
+from surefoot.ckpt.image import ImageInfo, read_image, unseal, verify_image
+from surefoot.ckpt.manifest import LedgerRow
+from surefoot.ckpt.restore import committed_rows, restore_committed
+from surefoot.ckpt.staging import Restored, Stager
+from surefoot.ckpt.upload import report_failure, upload_images
+
+__all__ = [
+    "CommitOutcome",
+    "Committed",
+    "Fenced",
+    "GivenUp",
+    "ImageError",
+    "ImageInfo",
+    "LedgerRow",
+    "Lost",
+    "Restored",
+    "SlotTooSmallError",
+    "Stager",
+    "commit",
+    "committed_rows",
+    "read_image",
+    "report_failure",
+    "restore_committed",
+    "unseal",
+    "upload_images",
+    "verify_image",
+]
