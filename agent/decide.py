@@ -281,22 +281,6 @@ def obsolete_ranks(present: Collection[int], needed: Collection[int], starting: 
 # ---------------------------------------------------------------- uploads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadAttempt:
-    """One checkpoint attempt as this node's uploader sees it: which of its ranks' snapshots are put aside."""
-
-    generation: int
-    step: int
-    attempt: str
-    ranks: frozenset[int]
-    pinned: Mapping[int, str]
-    """Rank to the file that holds its pinned copy."""
-
-    @property
-    def complete(self) -> bool:
-        return self.ranks <= set(self.pinned)
-
-
 UPLOADS_MAX = 2
 """Attempts held at once: one that uploads and one that waits. Bounds the memory for pinned copies to twice the images."""
 

@@ -78,6 +78,8 @@ class _Request:
     on_exit: OnExit
     answer: asyncio.Future[list[WatchedProcess]]
     expecting: contextlib.AbstractContextManager[None]
+    over: asyncio.Event
+    """The zygote has answered or died; `answer` may have been cancelled long before."""
 
 
 class Forker:
@@ -159,10 +161,9 @@ class Forker:
         return processes
 
     async def quiet(self) -> None:
-        """Wait until no fork is under way: whatever was ordered is then known to `Processes`."""
-        answers = [r.answer for r in self._requests.values()]
-        if answers:
-            await asyncio.wait(answers)
+        """Wait until no fork is under way: whatever was ordered is then known to `Processes`, or was ended."""
+        for request in list(self._requests.values()):
+            await request.over.wait()
 
     # ------------------------------------------------------------ one zygote's life
 
@@ -217,7 +218,7 @@ class Forker:
         answer: asyncio.Future[list[WatchedProcess]] = asyncio.get_running_loop().create_future()
         expecting = self._processes.expecting()
         expecting.__enter__()  # closed by _answer, when the zygote has answered or died
-        self._requests[self._serial] = _Request(orders, on_exit, answer, expecting)
+        self._requests[self._serial] = _Request(orders, on_exit, answer, expecting, asyncio.Event())
         try:
             self._helper.send(ForkMsg(serial=self._serial, orders=tuple(orders)))
         except ChannelClosedError as e:
@@ -241,6 +242,7 @@ class Forker:
     def _answer(self, serial: int, answer: list[WatchedProcess] | LaunchError) -> None:
         request = self._requests.pop(serial)
         request.expecting.__exit__(None, None, None)
+        request.over.set()
         if request.answer.done():
             return
         if isinstance(answer, LaunchError):

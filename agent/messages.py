@@ -200,7 +200,8 @@ class CommitMsg(_NodeMessage, frozen=True, kw_only=True, tag="commit"):
     attempt: str
     writers: int
     deadline_s: float
-    facts: dict[str, msgspec.Raw] = {}
+    facts: dict[str, str] = {}
+    """For the manifest: who committed, under which spec and code."""
 
 
 class ServingMsg(_NodeMessage, frozen=True, kw_only=True, tag="serving"):

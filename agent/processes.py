@@ -105,6 +105,7 @@ class Processes:
         name: str,
         env: Mapping[str, str],
         log_path: Path,
+        program: str = sys.executable,
         stdin: int | None = None,
         inherit: int | None = None,
         on_exit: Callable[[WatchedProcess], None] | None = None,
@@ -114,7 +115,8 @@ class Processes:
         Never a bare fork: this process holds a gRPC client (posix_spawn executes at once).
 
         Args:
-            argv: the arguments after the Python interpreter, which is ours.
+            argv: the arguments after the program's name.
+            program: by default our Python interpreter.
             stdin: a descriptor to read from; None: nothing to read.
             inherit: one descriptor that the program is to have, under the same number.
 
@@ -132,8 +134,8 @@ class Processes:
             actions.append((os.POSIX_SPAWN_DUP2, inherit, inherit))  # onto itself: only drops close-on-exec
         try:
             pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, *argv],
+                program,
+                [program, *argv],
                 env,
                 file_actions=actions,
                 setsid=True,

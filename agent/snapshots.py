@@ -156,16 +156,15 @@ class SnapshotJobs:
         began = time.monotonic()
         failpoint("upload.before_objects")
         try:
-            with history.operation("upload", **_attempt(job)):
-                tiers.upload_images(
-                    self.store(),
-                    [_image_of(Path(p)) for p in job.paths],
-                    generation=job.generation,
-                    step=job.step,
-                    attempt=job.attempt,
-                    writer=job.writer,
-                    deadline_s=job.deadline_s,
-                )
+            tiers.upload_images(
+                self.store(),
+                [_image_of(Path(p)) for p in job.paths],
+                generation=job.generation,
+                step=job.step,
+                attempt=job.attempt,
+                writer=job.writer,
+                deadline_s=job.deadline_s,
+            )
         except Exception as e:
             self._leave_failure(job, str(e))
             raise
@@ -173,7 +172,8 @@ class SnapshotJobs:
 
     def _give_up(self, job: GiveUpMsg) -> ServerAnswer:
         began = time.monotonic()
-        with history.operation("give_up", reason=job.reason, **_attempt(job)):
+        names = {"generation": job.generation, "step": job.step, "attempt": job.attempt}
+        with history.operation("give_up", reason=job.reason, **names):
             tiers.report_failure(
                 self.store(),
                 generation=job.generation,
@@ -201,17 +201,15 @@ class SnapshotJobs:
             )
 
     def _commit(self, job: CommitMsg) -> ServerAnswer:
-        with history.operation("commit", writers=job.writers, **_attempt(job)) as result:
-            outcome = tiers.commit(
-                self.store(),
-                generation=job.generation,
-                step=job.step,
-                attempt=job.attempt,
-                writers=job.writers,
-                deadline_s=job.deadline_s,
-                facts=job.facts,
-            )
-            result["outcome"] = type(outcome).__name__
+        outcome = tiers.commit(
+            self.store(),
+            generation=job.generation,
+            step=job.step,
+            attempt=job.attempt,
+            writers=job.writers,
+            deadline_s=job.deadline_s,
+            facts=job.facts,
+        )
         match outcome:
             case tiers.Committed():
                 return CommitAnswer(serial=job.serial)
@@ -242,10 +240,6 @@ def _failed(job: ServerJob, error: Exception) -> ServerAnswer:
 
 def _names(image: Image) -> dict[str, int]:
     return {"rank": image.rank, "generation": image.generation, "step": image.step}
-
-
-def _attempt(job: UploadMsg | CommitMsg | GiveUpMsg) -> dict[str, object]:
-    return {"generation": job.generation, "step": job.step, "attempt": job.attempt}
 
 
 def _image_of(path: Path) -> memoryview:
