@@ -8,7 +8,6 @@ state as it was.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import assert_never
 
 from surefoot.controller.core import closing, ending, faults, forming, incidents, observe, takeover
@@ -179,8 +178,7 @@ def _listed(d: Draft, event: LineageListed) -> None:
     if asked_s is None:
         return
     old = d.s.truth
-    d.s = replace(
-        d.s,
+    d.set(
         listings={op: t for op, t in d.s.listings.items() if op != event.op},
         truth=Truth(
             # Records never go away: one of ours that was created while this listing was under way stays known.
@@ -214,7 +212,7 @@ def _after_listing(d: Draft, op: int) -> None:
 
 def _periodic(d: Draft) -> None:
     """A look at records and manifests that no stage waits for: does a record stand above the plan, does all fit?"""
-    d.s = replace(d.s, listing=None, next_listing_s=d.now + d.s.settings.times.relist_s)
+    d.set(listing=None, next_listing_s=d.now + d.s.settings.times.relist_s)
     truth = d.s.truth
     assert truth is not None
     coming_up = d.s.forming is not None and isinstance(d.s.forming.stage, ComingUp)
@@ -232,8 +230,7 @@ def _periodic(d: Draft) -> None:
 
 def _cleared_up(d: Draft) -> None:
     d.turn(Turn.CLEARED_UP)
-    d.s = replace(
-        d.s,
+    d.set(
         held_why="",
         in_force=None,
         forming=forming.Forming(
@@ -263,10 +260,10 @@ def _object_store_failed(d: Draft, event: ObjectStoreUnavailable | ObjectStoreDe
 
 def _forget(d: Draft, op: int) -> None:
     """A listing came to nothing."""
-    d.s = replace(d.s, listings={o: t for o, t in d.s.listings.items() if o != op})
+    d.set(listings={o: t for o, t in d.s.listings.items() if o != op})
     if d.s.listing == op:
         retry_s = d.now + d.s.settings.times.store_retry_max_s
-        d.s = replace(d.s, listing=None, next_listing_s=retry_s)
+        d.set(listing=None, next_listing_s=retry_s)
 
 
 # ---------------------------------------------------------------- considering
@@ -296,7 +293,7 @@ def _list_when_due(d: Draft) -> None:
     if d.s.mind is Mind.FORMING and not coming_up:
         return
     if d.s.listing is None and (d.now >= d.s.next_listing_s or _told_of_more(d)):
-        d.s = replace(d.s, listing=d.list_lineage())
+        d.set(listing=d.list_lineage())
 
 
 def _told_of_more(d: Draft) -> bool:

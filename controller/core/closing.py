@@ -32,14 +32,14 @@ def finish(d: Draft, turn: Turn, code: ExitCode, reason: str, *, step: int) -> N
         run_id=d.s.settings.run_id,
     )
     d.report("outcome", f"{outcome.state}: {reason}")
-    d.s = replace(d.s, forming=None, inquiry=None, ending=None, the_end=TheEnd(outcome=outcome, op=None))
+    d.set(forming=None, inquiry=None, ending=None, the_end=TheEnd(outcome=outcome, op=None))
     write_outcome(d)
 
 
 def accept(d: Draft, outcome: Outcome) -> None:
     """The job had ended before this controller came to lead."""
     d.turn(Turn.FINISHED if outcome.state == "done" else Turn.GAVE_UP)
-    d.s = replace(d.s, forming=None, inquiry=None, the_end=TheEnd(outcome=outcome, op=None, written=True))
+    d.set(forming=None, inquiry=None, the_end=TheEnd(outcome=outcome, op=None, written=True))
 
 
 def write_outcome(d: Draft) -> None:
@@ -47,14 +47,14 @@ def write_outcome(d: Draft) -> None:
     end = d.s.the_end
     assert end is not None
     op = d.op()
-    d.s = replace(d.s, the_end=replace(end, op=op, retry_s=None))
+    d.set(the_end=replace(end, op=op, retry_s=None))
     d.decide(WriteOutcome(op=op, token=d.token, outcome=end.outcome))
 
 
 def outcome_written(d: Draft) -> None:
     """etcd has it."""
     if d.s.the_end is not None:
-        d.s = replace(d.s, the_end=replace(d.s.the_end, op=None, written=True))
+        d.set(the_end=replace(d.s.the_end, op=None, written=True))
 
 
 def outcome_failed(d: Draft) -> None:
@@ -62,7 +62,7 @@ def outcome_failed(d: Draft) -> None:
     end = d.s.the_end
     if end is not None:
         failures = end.failures + 1
-        d.s = replace(d.s, the_end=replace(end, op=None, failures=failures, retry_s=retry_at(d, failures)))
+        d.set(the_end=replace(end, op=None, failures=failures, retry_s=retry_at(d, failures)))
 
 
 def pursue_end(d: Draft) -> None:
@@ -84,15 +84,14 @@ def depose(d: Draft, reason: str) -> None:
     """Decide nothing until elected again."""
     d.tell(f"deposed: {reason}")
     d.report("leadership", f"stepping down: {reason}")
-    d.s = replace(d.s, token=None, inquiry=None, listings={}, listing=None)
+    d.set(token=None, inquiry=None, listings={}, listing=None)
 
 
 def hold(d: Draft, why: str) -> None:
     """Refuse to act until the contradiction is gone; looked at again with each listing."""
     d.turn(Turn.CONTRADICTED)
     d.report("held", why)
-    d.s = replace(
-        d.s,
+    d.set(
         held_why=why,
         forming=None,
         inquiry=None,

@@ -35,6 +35,11 @@ class Draft:
 
     # ---- small steps
 
+    def set(self, **changes: object) -> None:
+        """Change fields of the state. (Not `d.s = replace(d.s, ...)`: that would read the state before the arguments, and
+        forget what they changed.)"""
+        self.s = replace(self.s, **changes)  # pyright: ignore[reportArgumentType] - names are checked at run time
+
     def decide(self, decision: Decision) -> None:
         self.decisions.append(replace(decision, cause_id=self.cause) if not decision.cause_id else decision)
 

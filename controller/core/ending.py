@@ -22,12 +22,12 @@ def pursue(d: Draft) -> None:
     if not faults.watching(d) or d.plan is None or d.s.inquiry is not None:
         return
     if all_done(d.nodes, d.plan) is None:
-        d.s = replace(d.s, ending=None)
+        d.set(ending=None)
         return
     ending = d.s.ending or Ending(op=None, looks=0, next_s=d.now)
     if ending.op is None and d.now >= ending.next_s:
         ending = Ending(op=d.list_lineage(), looks=ending.looks + 1, next_s=d.now)
-    d.s = replace(d.s, ending=ending)
+    d.set(ending=ending)
 
 
 def listed(d: Draft, op: int) -> None:
@@ -56,7 +56,7 @@ def store_failed(d: Draft, op: int) -> None:
 
 def _again(d: Draft, ending: Ending) -> None:
     next_s = d.now + d.s.settings.times.final_listing_s
-    d.s = replace(d.s, ending=replace(ending, op=None, next_s=next_s))
+    d.set(ending=replace(ending, op=None, next_s=next_s))
 
 
 def _without_a_checkpoint(done_at: int, committed: int) -> Fault:

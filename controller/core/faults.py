@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from surefoot.ckpt.errors import LineageError
 from surefoot.ckpt.record import lineage
-from surefoot.controller.core import budget, closing, detectors, forming, incidents, policy
+from surefoot.controller.core import budget, closing, detectors, forming, incidents, policy, starting
 from surefoot.controller.core.decisions import ProbeNodes, ProbeTarget
 from surefoot.controller.core.draft import Draft
 from surefoot.controller.core.moves import Mind, Turn
@@ -67,7 +67,7 @@ def suspect(d: Draft) -> None:
     if not inquiry.hard and any(s.kind in HARD for s in new):
         # What was asked about one silent node is no fresh status for a fault that strikes all.
         inquiry = replace(inquiry, opened_s=d.now, asked={})
-    d.s = replace(d.s, inquiry=replace(inquiry, suspicions=(*inquiry.suspicions, *new)))
+    d.set(inquiry=replace(inquiry, suspicions=(*inquiry.suspicions, *new)))
 
 
 def _detect(d: Draft) -> list[Suspicion]:
@@ -99,7 +99,7 @@ def _observe_only(d: Draft, found: Iterable[Suspicion]) -> list[Suspicion]:
         if detector not in d.s.settings.observe:
             kept.append(s)
         elif detector not in d.s.reported:
-            d.s = replace(d.s, reported=d.s.reported | {detector})
+            d.set(reported=d.s.reported | {detector})
             d.report("observed", f"{detector} (only observed): {s.uid} {s.kind.value}: {s.detail}")
     return kept
 
@@ -124,7 +124,7 @@ def pursue(d: Draft) -> None:
                 ask(d, verdict.ask, settled=verdict.settled)
         case policy.Healthy():
             d.report("inquiry", f"no fault: {verdict.why}")
-            d.s = replace(d.s, inquiry=None)
+            d.set(inquiry=None)
         case Fault():
             found(d, verdict)
 
@@ -157,11 +157,11 @@ def ask(d: Draft, uids: Iterable[str], *, settled: bool = False) -> None:
             )
     settled = settled or d.s.inquiry.settled
     if not targets:
-        d.s = replace(d.s, inquiry=replace(d.s.inquiry, settled=settled))
+        d.set(inquiry=replace(d.s.inquiry, settled=settled))
         return
     op = d.op()
     asked = {**d.s.inquiry.asked, **{t.uid: op for t in targets}}
-    d.s = replace(d.s, inquiry=replace(d.s.inquiry, asked=asked, settled=settled))
+    d.set(inquiry=replace(d.s.inquiry, asked=asked, settled=settled))
     d.decide(ProbeNodes(op=op, targets=tuple(targets), deadline_s=d.s.settings.times.probe_deadline_s))
 
 
@@ -180,7 +180,7 @@ def found(d: Draft, fault: Fault) -> None:
     if fault.start_at_fault:
         _blame_start(d, fault)
     forming_ = Forming(why=_why(d, fault), stage=Reviewing(op=-1, fault=fault), since_s=opened_s)
-    d.s = replace(d.s, inquiry=None, ending=None, forming=forming_)
+    d.set(inquiry=None, ending=None, forming=forming_)
     verdict = _budget(d, fault)
     left = verdict.left if isinstance(verdict, budget.Allowed) else 0
     incidents.open_incident(d, fault, opened_s=opened_s, budget_left=left)
@@ -189,9 +189,9 @@ def found(d: Draft, fault: Fault) -> None:
 
 def _blame_start(d: Draft, fault: Fault) -> None:
     assert d.plan is not None
-    key = policy.start_key(d.plan.start)
-    times = d.s.failed_starts.get(key, 0) + (policy.START_TRIES if fault.start_is_gone else 1)
-    d.s = replace(d.s, failed_starts={**d.s.failed_starts, key: times})
+    key = starting.start_key(d.plan.start)
+    times = d.s.failed_starts.get(key, 0) + (starting.START_TRIES if fault.start_is_gone else 1)
+    d.set(failed_starts={**d.s.failed_starts, key: times})
 
 
 def _why(d: Draft, fault: Fault) -> Reason:

@@ -21,7 +21,7 @@ import msgspec
 
 from surefoot.ckpt.errors import LineageError
 from surefoot.ckpt.record import Record, StartRef, beyond, lineage, record_key
-from surefoot.controller.core import budget, closing, incidents, policy
+from surefoot.controller.core import budget, closing, incidents, starting
 from surefoot.controller.core.decisions import CreateRecord, PublishPlan, ReadPlan
 from surefoot.controller.core.draft import Draft
 from surefoot.controller.core.events import (
@@ -61,14 +61,14 @@ def begin(d: Draft, why: Reason) -> None:
     """A generation is needed. The mind is FORMING already."""
     d.tell(f"forming: {why.kind} {why.fault}")
     forming = Forming(why=why, stage=Choosing(), since_s=d.now)
-    d.s = replace(d.s, forming=forming, inquiry=None, ending=None)
+    d.set(forming=forming, inquiry=None, ending=None)
     choose(d)
 
 
 def ran(d: Draft) -> int:
     """The newest generation known to have been in force."""
     assert d.s.truth is not None
-    return policy.newest_that_ran(d.s.truth, d.s.pointer, d.nodes)
+    return starting.newest_that_ran(d.s.truth, d.s.pointer, d.nodes)
 
 
 def committed_step(d: Draft) -> int:
@@ -100,7 +100,7 @@ def choose(d: Draft) -> None:
         _await_nodes(d, placed)
         return
     try:
-        start = policy.choose_start(
+        start = starting.choose_start(
             d.s.settings, placed.members, d.nodes, truth, ran=ran(d), failed=d.s.failed_starts
         )
     except LineageError as e:
@@ -109,12 +109,12 @@ def choose(d: Draft) -> None:
     _with_start(d, truth, placed, start)
 
 
-def _with_start(d: Draft, truth: Truth, placed: Placement, start: policy.Start | policy.NoStart) -> None:
+def _with_start(d: Draft, truth: Truth, placed: Placement, start: starting.Start | starting.NoStart) -> None:
     assert d.s.forming is not None
     stale = truth.listed_s < d.s.forming.since_s
-    if stale and (isinstance(start, policy.NoStart) or start.point.tier != "memory" or _commits_unseen(d)):
+    if stale and (isinstance(start, starting.NoStart) or start.point.tier != "memory" or _commits_unseen(d)):
         d.stage(Consulting(op=d.list_lineage()))
-    elif isinstance(start, policy.NoStart):
+    elif isinstance(start, starting.NoStart):
         closing.finish(d, Turn.GAVE_UP, ExitCode.FAILED, start.detail, step=committed_step(d))
     else:
         _write(d, truth, placed, start)
@@ -177,7 +177,7 @@ def _await_nodes(d: Draft, shortage: Shortage) -> None:
 # ---------------------------------------------------------------- the record
 
 
-def _write(d: Draft, truth: Truth, placed: Placement, start: policy.Start) -> None:
+def _write(d: Draft, truth: Truth, placed: Placement, start: starting.Start) -> None:
     plan = _plan(d, truth.top + 1, placed, start)
     record = Record(
         generation=plan.generation,
@@ -193,7 +193,7 @@ def _write(d: Draft, truth: Truth, placed: Placement, start: policy.Start) -> No
     d.decide(CreateRecord(op=op, record=record))
 
 
-def _plan(d: Draft, generation: int, placed: Placement, start: policy.Start) -> Plan:
+def _plan(d: Draft, generation: int, placed: Placement, start: starting.Start) -> Plan:
     settings = d.s.settings
     assert d.s.forming is not None
     why = d.s.forming.why
@@ -223,8 +223,7 @@ def record_created(d: Draft, event: RecordCreated) -> None:
         return
     assert truth is not None
     record = stage.record
-    d.s = replace(
-        d.s,
+    d.set(
         truth=replace(
             truth,
             records={**truth.records, record.generation: record},
@@ -307,13 +306,12 @@ def plan_published(d: Draft, event: PlanPublished) -> None:
 def _in_force(d: Draft, stage: Publishing, revision: int) -> None:
     d.tell(f"plan {stage.plan.generation} is in force")
     d.stage(ComingUp())
-    d.s = replace(
-        d.s,
+    d.set(
         pointer=stage.pointer,
         pointer_revision=max(revision, d.s.pointer_revision),
         in_force=InForce(plan=stage.plan, since_s=d.now),
         progress_s=d.now,
-        reported=frozenset(),
+        reported=frozenset[str](),
         next_listing_s=d.now + d.s.settings.times.relist_s,
     )
     d.touched.update(m.uid for m in stage.plan.members)
@@ -418,8 +416,7 @@ def _came_up(d: Draft) -> None:
     if d.s.inquiry is None and all_begun(d.nodes, d.plan):
         d.tell(f"generation {d.plan.generation} came up")
         d.turn(Turn.CAME_UP)
-        d.s = replace(
-            d.s,
+        d.set(
             forming=None,
             failed_starts={},
             next_listing_s=d.now + d.s.settings.times.relist_s,

@@ -43,7 +43,7 @@ def open_incident(d: Draft, fault: Fault, *, opened_s: float, budget_left: int |
         decided_s=d.now - opened_s,
         budget_left=budget_left,
     )
-    d.s = replace(d.s, tracked=Tracked(incident=incident, opened_s=opened_s))
+    d.set(tracked=Tracked(incident=incident, opened_s=opened_s))
     d.decide(OpenIncident(token=d.token, incident=incident, cause_id=incident.id))
 
 
@@ -52,7 +52,7 @@ def _update(d: Draft, **changes: object) -> None:
     if tracked is None or d.s.token is None:
         return
     incident = msgspec.structs.replace(tracked.incident, **changes)
-    d.s = replace(d.s, tracked=None if incident.closed else replace(tracked, incident=incident))
+    d.set(tracked=None if incident.closed else replace(tracked, incident=incident))
     d.decide(UpdateIncident(token=d.token, incident=incident, cause_id=incident.id))
 
 
@@ -101,4 +101,4 @@ def adopt(d: Draft, incidents: tuple[Incident, ...]) -> None:
     left = [i for i in incidents if not i.closed]
     if left:
         newest = max(left, key=lambda i: i.generation)
-        d.s = replace(d.s, tracked=Tracked(incident=newest, opened_s=d.now - (newest.planned_s or 0.0)))
+        d.set(tracked=Tracked(incident=newest, opened_s=d.now - (newest.planned_s or 0.0)))

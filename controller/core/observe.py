@@ -94,7 +94,7 @@ def _progress(d: Draft, plan: Plan, rank: RankStatus) -> None:
     warm = rank.step - 1 > plan.start.step + d.s.settings.warmup_steps
     if rank.step_s is not None and warm:
         learned = rank.step_s if learned is None else learned + LEARNING * (rank.step_s - learned)
-    d.s = replace(d.s, progress_s=d.now, learned_step_s=learned)
+    d.set(progress_s=d.now, learned_step_s=learned)
 
 
 def probe_ended(d: Draft, event: ProbeOutcome) -> None:

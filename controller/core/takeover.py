@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from surefoot.ckpt.errors import LineageError
 from surefoot.ckpt.record import lineage
-from surefoot.controller.core import budget, closing, forming, incidents, policy
+from surefoot.controller.core import budget, closing, forming, incidents, starting
 from surefoot.controller.core.decisions import FollowWorld
 from surefoot.controller.core.draft import Draft
 from surefoot.controller.core.events import Elected, PointerSeen, WorldListed
@@ -41,7 +41,7 @@ def elected(d: Draft, event: Elected) -> None:
     )
     d.tell(f"elected, token {event.token}")
     d.decide(FollowWorld())
-    d.s = replace(d.s, forming=Forming(why=LOOKING, stage=TakingOver(op=d.list_lineage()), since_s=d.now))
+    d.set(forming=Forming(why=LOOKING, stage=TakingOver(op=d.list_lineage()), since_s=d.now))
 
 
 def world_seen(d: Draft, event: WorldListed) -> None:
@@ -49,20 +49,20 @@ def world_seen(d: Draft, event: WorldListed) -> None:
     stage = d.s.forming.stage if d.s.forming is not None else None
     differing = world_listed(d, event)
     if event.revision >= d.s.pointer_revision:
-        d.s = replace(d.s, pointer=event.pointer, pointer_revision=event.revision)
+        d.set(pointer=event.pointer, pointer_revision=event.revision)
     if isinstance(stage, TakingOver) and not stage.world:
-        d.s = replace(d.s, stale_outcome=event.outcome)
+        d.set(stale_outcome=event.outcome)
         incidents.adopt(d, event.incidents)
         d.form(stage=replace(stage, world=True))
     elif differing:
-        d.s = replace(d.s, drift=d.s.drift + differing)
+        d.set(drift=d.s.drift + differing)
         d.report("drift", f"a relist differed from the watch in {differing} nodes ({d.s.drift} in all)")
 
 
 def pointer_seen(d: Draft, event: PointerSeen) -> None:
     """The plan key changed: by our own hand, most likely."""
     if event.revision >= d.s.pointer_revision:
-        d.s = replace(d.s, pointer=event.pointer, pointer_revision=event.revision)
+        d.set(pointer=event.pointer, pointer_revision=event.revision)
 
 
 def listed(d: Draft) -> None:
@@ -105,9 +105,9 @@ def contradiction(d: Draft, truth: Truth) -> str | None:
     try:
         lineage(truth.records, truth.manifests, forming.ran(d) if truth.top else 0)
     except LineageError as e:
-        told = policy.contradiction(truth, d.s.pointer, d.nodes)
+        told = starting.contradiction(truth, d.s.pointer, d.nodes)
         return told if told is not None else str(e)
-    return policy.contradiction(truth, d.s.pointer, d.nodes)
+    return starting.contradiction(truth, d.s.pointer, d.nodes)
 
 
 def _plan_pointed_to(d: Draft, truth: Truth) -> Plan | None:
@@ -123,13 +123,13 @@ def _go_on(d: Draft, truth: Truth, plan: Plan | None) -> None:
         detail = f"run {d.s.settings.run_id} begins" + (" from what is committed" if truth.top else "")
         forming.begin(d, Reason(kind=kind, detail=detail))
         return
-    d.s = replace(d.s, in_force=InForce(plan=plan, since_s=d.now), progress_s=d.now)
+    d.set(in_force=InForce(plan=plan, since_s=d.now), progress_s=d.now)
     if truth.top > plan.generation:
         forming.begin(d, superseded(d, truth))
         return
     d.tell(f"adopting generation {plan.generation}")
     d.report("takeover", f"generation {plan.generation} is in force and is left as it is")
-    d.s = replace(d.s, forming=Forming(why=plan.reason, stage=ComingUp(), since_s=d.now))
+    d.set(forming=Forming(why=plan.reason, stage=ComingUp(), since_s=d.now))
     d.touched.update(d.nodes)
 
 
@@ -163,8 +163,7 @@ def look_again(d: Draft) -> None:
     """What etcd says and what this leader believes differ: look at everything again."""
     d.turn(Turn.SUPERSEDED)
     d.report("takeover", "the plan key is not what this leader has in force: looking again")
-    d.s = replace(
-        d.s,
+    d.set(
         in_force=None,
         inquiry=None,
         ending=None,
