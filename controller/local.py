@@ -248,7 +248,7 @@ class LocalRun:
                 found = self._store.get(Keys(self.spec.job.name).outcome)
             except CoordError:
                 return None
-            self._outcome = wire.decode(wire.Outcome, found.value) if found else None
+            self._outcome = view.outcome_of(found.value if found else None, self.run_id)
         return self._outcome
 
     def check(self) -> None:
@@ -287,7 +287,9 @@ class LocalRun:
             self._store = connect(endpoint)
         except CoordError as e:
             raise RunFailedError(str(e), ExitCode.ENVIRONMENT) from e
-        self._reader = JobReader(facts_of(self.spec), store=self._store, objects=self._objects)
+        self._reader = JobReader(
+            facts_of(self.spec), store=self._store, objects=self._objects, run_id=owner.run_id
+        )
         owner.describe(
             etcd=endpoint,
             root=self.spec.job.root,

@@ -34,7 +34,12 @@ class JobReader:
     """Makes snapshots of one job, each carrying on the loss curve of the one before. For one thread."""
 
     def __init__(
-        self, facts: view.JobFacts, *, store: CoordStore | None, objects: ObjectStore | None
+        self,
+        facts: view.JobFacts,
+        *,
+        store: CoordStore | None,
+        objects: ObjectStore | None,
+        run_id: str | None = None,
     ) -> None:
         self.facts = facts
         self.trouble: tuple[str, ...] = ()
@@ -42,6 +47,7 @@ class JobReader:
         self._keys = Keys(facts.name)
         self._store = store
         self._objects = objects
+        self._run_id = run_id
         self._records: dict[int, Record] = {}
         self._manifests: list[ManifestRef] = []
         self._listed_at: float | None = None
@@ -62,6 +68,7 @@ class JobReader:
             manifests=self._manifests,
             previous=self._last,
             incidents=tuple(self._incidents.values()),
+            run_id=self._run_id,
         )
         # etcd keeps the last few incidents only; what was seen once is remembered here.
         self._incidents.update({i.id: i for i in self._last.incidents})

@@ -147,6 +147,7 @@ def observe(
     manifests: Sequence[ManifestRef],
     previous: JobView | None = None,
     incidents: Sequence[wire.Incident] = (),
+    run_id: str | None = None,
 ) -> JobView:
     """Put one snapshot together.
 
@@ -157,11 +158,12 @@ def observe(
         manifests: all that exist, in any order; those off the lineage are left out here.
         previous: an earlier snapshot, whose loss curve is carried on.
         incidents: those of the journal; etcd's, which are newer, win.
+        run_id: the outcome of any other run is left out; None: whatever stands there.
     """
     layout = Keys(facts.name)
     held = {kv.key: kv.value for kv in keys or ()}
     pointer = _read(wire.PlanPointer, held.get(layout.plan))
-    outcome = _read(wire.Outcome, held.get(layout.outcome))
+    outcome = outcome_of(held.get(layout.outcome), run_id)
     infos = _read_all(wire.NodeInfo, held, layout.nodes)
     statuses = _read_all(wire.NodeStatus, held, layout.statuses)
     told = {i.id: i for i in incidents} | {
@@ -210,6 +212,12 @@ def restored_from(plan: wire.Plan) -> Literal["nothing", "memory", "peer", "obje
         return plan.start.tier
     home = {m.first_rank + i: m.uid for m in plan.members for i in range(m.ranks)}
     return "peer" if any(home.get(source.rank) != source.uid for source in plan.sources) else "memory"
+
+
+def outcome_of(value: bytes | None, run_id: str | None) -> wire.Outcome | None:
+    """The outcome that stands in etcd, unless it is that of another run than `run_id`."""
+    outcome = _read(wire.Outcome, value)
+    return outcome if outcome is not None and (run_id is None or outcome.run_id in ("", run_id)) else None
 
 
 def told(layout: Keys, items: Sequence[KeyValue]) -> tuple[int, tuple[int, int]]:

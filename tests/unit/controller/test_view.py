@@ -264,6 +264,14 @@ def test_outcome() -> None:
     assert seen.events[-1].kind == "outcome"
 
 
+def test_the_outcome_of_another_run_is_left_out() -> None:
+    outcome = wire.Outcome(state="done", exit_code=0, step=60, reason="done", generation=3, run_id="old")
+    keys = [*running(), put(KEYS.outcome, outcome)]
+    assert observe(keys, plan(1), run_id="new").phase == "running"
+    assert observe(keys, plan(1), run_id="old").phase == "done"
+    assert observe(keys, plan(1)).phase == "done"
+
+
 def test_values_that_cannot_be_read_are_passed_over() -> None:
     keys = [
         put(KEYS.plan, b"\xff"),
