@@ -103,6 +103,11 @@ class SnapshotShelf:
                 "refused", f"{name} is of the past: generation {self._generation} is in force"
             )
         with self._rank_locks[name.rank]:
+            if self._has_replica(name):
+                # It was verified when it came. Writing it anew would take it away for a while, and it may be needed.
+                for _ in chunks:
+                    pass
+                return
             path = self._slot_for(name)
             try:
                 self._folder.reserve(path, name.nbytes)
@@ -114,6 +119,10 @@ class SnapshotShelf:
                 rank=name.rank, generation=name.generation, step=name.step, replica=True, path=str(path)
             )
         self._on_change(self.replicas())
+
+    def _has_replica(self, name: SnapshotName) -> bool:
+        wanted = (name.rank, name.generation, name.step)
+        return any((h.rank, *h.point) == wanted for h in self._replicas.values())
 
     def _slot_for(self, name: SnapshotName) -> Path:
         paths = [str(self._folder.path("replica", name.rank, k)) for k in range(REPLICA_SLOTS)]
@@ -191,7 +200,7 @@ def _chunks(reader: Any) -> Iterator[memoryview]:
         column = chunk.data.column(0)
         data = column.buffers()[1]
         if data is not None and len(column):
-            yield memoryview(data)[column.offset : column.offset + len(column)]
+            yield memoryview(data).cast("B")[column.offset : column.offset + len(column)]
 
 
 # ---------------------------------------------------------------- the server
