@@ -366,7 +366,7 @@ class LocalRun:
             return RunFailedError(f"etcd has ended: {self._etcd.last_words()}", ExitCode.ENVIRONMENT)
         for group, needed in ((self._controllers, 1), (self._agents, self.spec.layout.nodes_min)):
             ended = [c for c in group.values() if c.ended]
-            if len(group) - len(ended) < needed:
+            if ended and len(group) - len(ended) < needed:
                 # The first that ended by itself knows why; one that was killed does not.
                 told = next((c for c in ended if c.process.returncode > 0), ended[0])
                 return RunFailedError(told.how_ended(), _exit_code(told.process.returncode))

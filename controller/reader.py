@@ -6,6 +6,7 @@ one of the two stores never hides what the other one says: the last thing known 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +32,7 @@ def facts_of(spec: JobSpec) -> view.JobFacts:
 
 
 class JobReader:
-    """Makes snapshots of one job, each carrying on the loss curve of the one before. For one thread."""
+    """Makes snapshots of one job, each carrying on the loss curve of the one before. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class JobReader:
         self._store = store
         self._objects = objects
         self._run_id = run_id
+        self._one_at_a_time = threading.Lock()
         self._records: dict[int, Record] = {}
         self._manifests: list[ManifestRef] = []
         self._listed_at: float | None = None
@@ -56,6 +58,10 @@ class JobReader:
 
     def read(self) -> view.JobView:
         """A fresh snapshot. Blocks no longer than the deadlines of the two stores."""
+        with self._one_at_a_time:
+            return self._read()
+
+    def _read(self) -> view.JobView:
         trouble: list[str] = []
         items = self._list_keys(trouble)
         if self._objects is not None and self._stale(items or ()):

@@ -63,10 +63,11 @@ class RankView(_View, frozen=True, kw_only=True):
 
 
 class NodeView(_View, frozen=True, kw_only=True):
-    """One node. `role`: ``member`` of the plan in force, ``standby``, or ``lost`` (a member whose keys are gone)."""
+    """One node. `role`: ``member`` of the plan in force, ``standby``, ``lost`` (a member whose keys are gone), or ``free`` as
+    long as there is no plan."""
 
     uid: str
-    role: Literal["member", "standby", "lost"]
+    role: Literal["member", "standby", "lost", "free"]
     state: str
     generation: int
     pid: int | None
@@ -281,7 +282,7 @@ def _nodes(
         views.append(
             NodeView(
                 uid=uid,
-                role="standby" if member is None else "member" if present else "lost",
+                role=_role(plan, member, present),
                 state=status.state if status else "warming" if info else "gone",
                 generation=status.generation if status else 0,
                 pid=info.pid if info else None,
@@ -294,6 +295,16 @@ def _nodes(
             )
         )
     return tuple(views)
+
+
+def _role(
+    plan: wire.Plan | None, member: wire.Member | None, present: bool
+) -> Literal["member", "standby", "lost", "free"]:
+    if plan is None:
+        return "free"
+    if member is None:
+        return "standby"
+    return "member" if present else "lost"
 
 
 def _natural(uid: str) -> tuple[str, int]:
@@ -355,7 +366,7 @@ def _phase(
         return "done" if complete else "unknown"
     if pointer is None:
         return "forming" if highest_record and nodes else "waiting"
-    members = [node for node in nodes if node.role != "standby"]
+    members = [node for node in nodes if node.role in ("member", "lost")]
     if highest_record > pointer.generation or any(node.role == "lost" for node in members):
         return "forming"
     ranks = [rank for node in members if node.generation == pointer.generation for rank in node.ranks]
@@ -667,7 +678,7 @@ def _node_table(view: JobView) -> RenderableType:
     for title in ("node", "state", "ranks", "in memory", "copies", "note"):
         table.add_column(title, no_wrap=title != "note")
     for node in view.nodes:
-        style = {"lost": "red", "standby": "dim", "member": ""}[node.role]
+        style = {"lost": "red", "standby": "dim", "member": "", "free": ""}[node.role]
         state = (
             f"standby, {node.state}"
             if node.role == "standby"
