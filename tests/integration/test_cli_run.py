@@ -1,0 +1,181 @@
+"""``surefoot run`` from start to end, and whatever may come in between: it resumes, it tells, and it leaves nothing behind."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from surefoot import marks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+JOB = """
+[job]
+name = "{name}"
+steps = {steps}
+root = "{folder}/objects"
+[program]
+train = "{module}:{train}"
+data = "cli_jobs:data"
+params = {{ text = "{folder}/text" }}
+[layout]
+nodes = {nodes}
+ranks_per_node = 1
+[checkpoint]
+every_steps = 5
+"""
+
+
+@pytest.fixture
+def write_job(home) -> Callable[..., str]:
+    """Writes a job file, and what it trains on, into the home; returns its path."""
+    (home.folder / "text").mkdir()
+    rows = [f"row {i} " + "x" * (i % 17) for i in range(400)]
+    pq.write_table(pa.table({"text": rows}), home.folder / "text" / "part-0.parquet", row_group_size=50)
+
+    def write(
+        train: str, *, steps: int = 12, nodes: int = 1, name: str = "tiny", module: str = "cli_jobs"
+    ) -> str:
+        path = home.folder / f"{name}.toml"
+        path.write_text(
+            JOB.format(name=name, train=train, steps=steps, nodes=nodes, module=module, folder=home.folder)
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def here() -> dict[str, str]:
+    """The environment in which ranks find `cli_jobs`."""
+    return {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def running(home, name: str = "tiny") -> Callable[[], Any]:
+    """True once a run of that job has begun to step, by what `status` says."""
+
+    def ask() -> Any:
+        result = home.call("status", str(home.folder / f"{name}.toml"), "--json")
+        seen = json.loads(result.stdout) if result.returncode == 0 else {"phase": ""}
+        return seen if seen["phase"] == "running" and seen["step"] >= 3 else None
+
+    return ask
+
+
+def test_a_job_runs_to_its_end_and_again_is_done_at_once(home, write_job, here) -> None:
+    job = write_job("quick")
+    first = home.call("run", job, **here)
+    assert (first.returncode, first.stdout.count("\n")) == (0, 1), first.stderr
+    assert "generation 1" in first.stderr
+    assert home.left() == []
+
+    again = home.call("run", job, "--json", **here)
+    assert again.returncode == 0, again.stderr
+    seen = json.loads(again.stdout)
+    assert (seen["phase"], seen["step"], seen["generation"]) == ("done", 12, 1)
+    assert home.left() == []
+
+    status = home.call("status", "--root", f"{home.folder}/objects", "--json")
+    assert json.loads(status.stdout)["committed"] == {"generation": 1, "step": 12}
+    ls = home.call("ckpt", "ls", f"{home.folder}/objects")
+    assert (ls.returncode, "12" in ls.stdout) == (0, True), ls.stderr
+
+
+def test_a_killed_rank_is_told_by_status_events_and_why_without_etcd(home, write_job, here) -> None:
+    job = write_job("dies_once")
+    result = home.call("run", job, "--json", CLI_JOBS_MARKER=str(home.folder / "marker"), **here)
+    assert result.returncode == 0, result.stderr
+    assert (home.folder / "marker").exists()
+    seen = json.loads(result.stdout)
+    assert seen["generation"] == 2
+    assert seen["generations"][1]["restored_from"] == "memory"
+
+    # etcd is gone with the run: all of this comes from the object store.
+    why = home.call("why", "last", job, "--json")
+    incident = json.loads(why.stdout)
+    assert (incident["fault"], incident["rank"], incident["new_generation"]) == ("rank_exit", 0, 2)
+    text = home.call("why", incident["id"], job).stdout
+    assert "signal 9" in text or "SIGKILL" in text
+    assert incident["id"] in home.call("events", "--root", f"{home.folder}/objects").stdout
+
+
+def test_a_training_function_that_raises_ends_the_job_with_its_error(home, write_job, here) -> None:
+    result = home.call("run", write_job("broken", nodes=2), **here)
+    assert result.returncode == 4, result.stderr
+    assert "broken on purpose" in result.stderr.splitlines()[-1]
+    assert "cli_jobs.py" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert home.left() == []
+    # The whole traceback is kept, and the message says where.
+    kept = next((home.folder / "failed").iterdir())
+    assert str(kept) in result.stderr
+    assert any("broken on purpose" in log.read_text() for log in kept.glob("nodes/*/logs/*"))
+
+
+@pytest.mark.parametrize(
+    ("module", "train", "says"),
+    [("cli_jobs", "quik", "quick"), ("no_such_module", "train", "no_such_module")],
+)
+def test_a_function_that_does_not_exist(home, write_job, here, module: str, train: str, says: str) -> None:
+    result = home.call("run", write_job(train, module=module), **here)
+    assert result.returncode == 4, result.stderr
+    assert says in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert home.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(home, write_job, here, eventually, number: signal.Signals) -> None:
+    run = home.start("run", write_job("slow_with_children", steps=1000), **here)
+    eventually(running(home), within_s=60)
+    run.send_signal(number)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+    assert home.left() == []
+
+
+def test_after_kill_9_of_the_runner_a_new_start_sweeps_and_resumes(home, write_job, here, eventually) -> None:
+    """A second run beside it is untouched by all of that."""
+    job, other = write_job("slow_with_children", steps=1000), write_job("slow", steps=1000, name="other")
+    beside = home.start("run", other, "--json", **here)
+    run = home.start("run", job, **here)
+    eventually(running(home), within_s=60)
+    eventually(running(home, "other"), within_s=60)
+    beside_before = [r for r in marks.living_runs(home.folder) if r.facts["job"] == "other"]
+    pids_before = {p.pid for p in marks.find(run_id=beside_before[0].run_id)}
+    run.kill()
+    run.wait()
+
+    (killed,) = [f.name for f in home.folder.glob("2*") if f.name != beside_before[0].run_id]
+    write_job("quick", steps=300)
+    again = home.call("run", job, "--json", **here)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["generation"] >= 1
+    assert marks.find(run_id=killed) == []
+    assert not Path(f"/dev/shm/surefoot-{killed}").exists()
+
+    assert beside.poll() is None
+    assert pids_before <= {p.pid for p in marks.find(run_id=beside_before[0].run_id)}
+    assert [r.run_id for r in marks.living_runs(home.folder)] == [beside_before[0].run_id]
+    beside.send_signal(signal.SIGINT)
+    beside.communicate(timeout=60)
+    assert home.left() == []
+
+
+def test_an_agent_that_is_gone_is_not_started_again_and_ends_the_run(
+    home, write_job, here, eventually
+) -> None:
+    run = home.start("run", write_job("slow", steps=1000), **here)
+    seen = eventually(running(home), within_s=60)
+    os.kill(seen["nodes"][0]["pid"], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 3, err
+    assert "agent-n0 was ended by SIGKILL" in err.splitlines()[-1]
+    assert home.left() == []
