@@ -45,6 +45,7 @@ from surefoot.controller.core.events import (
 )
 from surefoot.controller.core.moves import FINAL, Mind, Turn
 from surefoot.controller.core.state import (
+    AwaitingNodes,
     CheckingRecord,
     ComingUp,
     Consulting,
@@ -289,8 +290,8 @@ def _consider(d: Draft) -> None:
 
 def _list_when_due(d: Draft) -> None:
     """Look at the object store every so often, and at once where an agent tells of a generation that has no known record."""
-    coming_up = d.s.forming is not None and isinstance(d.s.forming.stage, ComingUp)
-    if d.s.mind is Mind.FORMING and not coming_up:
+    waits = d.s.forming is not None and isinstance(d.s.forming.stage, ComingUp | AwaitingNodes)
+    if d.s.mind is Mind.FORMING and not waits:
         return
     if d.s.listing is None and (d.now >= d.s.next_listing_s or _told_of_more(d)):
         d.set(listing=d.list_lineage())

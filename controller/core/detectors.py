@@ -231,9 +231,9 @@ def detect_not_ready(
 
 
 def detect_early_end(
-    plan: Plan, nodes: Mapping[str, KnownNode], settings: Settings, now_s: float
+    plan: Plan, nodes: Mapping[str, KnownNode], settings: Settings, now_s: float, *, skew_s: float
 ) -> list[Suspicion]:
-    """Ranks that are done before the last step while others go on: the end of the data comes to all at once."""
+    """Ranks that were done before the last step `skew_s` ago while others go on: the end of the data comes to all at once."""
     ranks = ranks_heard(nodes, plan)
     if len(ranks) == plan.world_size and all(is_done(r) for r in ranks.values()):
         return []
@@ -243,7 +243,7 @@ def detect_early_end(
         if not is_done(rank) or rank.step >= settings.steps:
             continue
         mark = nodes[holder[rank.rank]].marks.get(rank.rank)
-        if mark is not None and now_s - mark.since_s >= settings.times.end_skew_s:
+        if mark is not None and now_s - mark.since_s >= skew_s:
             detail = f"done at step {rank.step} of {settings.steps}, and others are not"
             found.append(
                 Suspicion(

@@ -82,7 +82,7 @@ def _detect(d: Draft) -> list[Suspicion]:
             plan, d.nodes, settings, d.now, progress_s=d.s.progress_s, learned_s=d.s.learned_step_s
         )
         found += detectors.detect_not_ready(plan, d.nodes, settings, d.now, progress_s=d.s.progress_s)
-        found += detectors.detect_early_end(plan, d.nodes, settings, d.now)
+        found += detectors.detect_early_end(plan, d.nodes, settings, d.now, skew_s=settings.times.end_skew_s)
     return found
 
 

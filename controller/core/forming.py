@@ -97,7 +97,10 @@ def choose(d: Draft) -> None:
         return
     placed = place(d.s.settings, d.nodes, _former(d, truth))
     if isinstance(placed, Shortage):
-        _await_nodes(d, placed)
+        _short_of_nodes(d, truth, placed)
+        return
+    if _standby_is_coming(d, placed):
+        d.stage(AwaitingNodes(since_s=d.now, found=len(d.nodes), detail="waiting for the standby"))
         return
     try:
         start = starting.choose_start(
@@ -153,6 +156,23 @@ def _pointer(truth: Truth, generation: int) -> PlanPointer:
 
 
 # ---------------------------------------------------------------- waiting for nodes
+
+
+def _short_of_nodes(d: Draft, truth: Truth, shortage: Shortage) -> None:
+    """Wait for nodes; but first look whether there is anything left to do (the last step may be committed by now)."""
+    assert d.s.forming is not None
+    if truth.listed_s < d.s.forming.since_s:
+        d.stage(Consulting(op=d.list_lineage()))
+    else:
+        _await_nodes(d, shortage)
+
+
+def _standby_is_coming(d: Draft, placed: Placement) -> bool:
+    """A single node's copies need a standby, and a plan's peers are for good: at the beginning it is waited for a little."""
+    assert d.s.forming is not None
+    beginning = d.s.forming.why.kind in ("first_start", "resume")
+    wanted = beginning and d.s.settings.standbys > 0 and not placed.peers
+    return wanted and d.now - d.s.forming.since_s < d.s.settings.times.standby_s
 
 
 def _await_nodes(d: Draft, shortage: Shortage) -> None:

@@ -356,7 +356,6 @@ def _cascade_only(at: Situation, evidence: Sequence[str]) -> Undecided | Fault:
 
 def _standstill(at: Situation) -> Healthy | Fault:
     """Nobody ended: is it a hang, a start that does not come up, or nothing?"""
-    early = detectors.detect_early_end(at.plan, at.nodes, at.settings, at.now_s)
     stalled = (
         detectors.detect_hang(
             at.plan,
@@ -369,6 +368,9 @@ def _standstill(at: Situation) -> Healthy | Fault:
         if "hang" not in at.settings.observe
         else []
     )
+    # Whoever stands still while a rank has left waits for that rank.
+    skew_s = 0.0 if stalled else at.settings.times.end_skew_s
+    early = detectors.detect_early_end(at.plan, at.nodes, at.settings, at.now_s, skew_s=skew_s)
     missing = detectors.detect_not_ready(at.plan, at.nodes, at.settings, at.now_s, progress_s=at.progress_s)
     for found in (early, stalled, missing):
         if found:

@@ -27,6 +27,8 @@ class Times:
     quiet_status_s: float = 3.0
     """A member that rewrites its status each second at most and was silent this long is asked directly. At scale heartbeats
     stretch, and so does this: see `Settings.quiet_after_s`."""
+    standby_s: float = 20.0
+    """A job of a single node begins without its standby, and so without copies elsewhere, only after this long."""
     ready_s: float = 120.0
     """A generation makes progress towards its first step at least this often (an import of torch on a busy laptop: 20 s)."""
     warmup_s: float = 60.0
@@ -76,6 +78,8 @@ class Settings:
     steps: int
     nodes: int
     ranks_per_node: int
+    standbys: int = 0
+    """Spare nodes the operator means to run."""
     mesh: Mapping[str, int]
     """Axis to size at nodes x ranks_per_node, outermost first."""
     lease_ttl_s: float = 10.0
@@ -116,6 +120,7 @@ class Settings:
             steps=spec.job.steps,
             nodes=spec.layout.nodes,
             ranks_per_node=spec.layout.ranks_per_node,
+            standbys=spec.layout.standbys,
             mesh=spec.mesh_sizes,
             lease_ttl_s=float(spec.detect.lease_ttl_s),
             hang_floor_s=spec.detect.hang_floor_s,

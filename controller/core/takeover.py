@@ -36,6 +36,7 @@ def elected(d: Draft, event: Elected) -> None:
         token=event.token,
         learned_step_s=old.learned_step_s,
         next_op=old.next_op,
+        next_listing_s=d.now + old.settings.times.relist_s,
         drift=old.drift,
         story=old.story,
     )

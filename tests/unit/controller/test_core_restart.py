@@ -23,7 +23,7 @@ def test_first_start(bench: Any) -> None:
         if isinstance(x, dec.CreateRecord | dec.ListLineage | dec.PublishPlan)
     ] == [
         "ListLineage",  # a leader looks
-        "ListLineage",  # and looks again before a record names no snapshot
+        "ListLineage",  # waiting for nodes, it looks whether anything is left to do
         "CreateRecord",
         "ListLineage",
         "PublishPlan",
@@ -373,7 +373,14 @@ def test_member_that_never_follows_the_plan(bench: Any) -> None:
 
 
 def test_single_member_copies_to_the_standby(make_bench: Any) -> None:
-    bench = make_bench(nodes=1, mesh={"dp": 2}).running("n0", "n1", step=5)
+    bench = make_bench(nodes=1, mesh={"dp": 2}, standbys=1)
+    bench.lead()
+    bench.appear("n0")
+    assert bench.records == {}
+    bench.appear("n1")
+    bench.follow()
+    for step in (2, 3, 4, 5):
+        bench.step(step)
     assert bench.plan.peers == {"n0": "n1"}
     bench.lose("n0")
     bench.vanish("n0")
@@ -381,3 +388,11 @@ def test_single_member_copies_to_the_standby(make_bench: Any) -> None:
     assert [m.uid for m in plan.members] == ["n1"]
     assert (plan.start.step, plan.start.tier) == (4, "memory")
     assert plan.peers == {}
+
+
+def test_single_member_begins_without_a_standby_in_the_end(make_bench: Any) -> None:
+    bench = make_bench(nodes=1, mesh={"dp": 2}, standbys=1)
+    bench.lead()
+    bench.appear("n0")
+    bench.tick(21.0)
+    assert bench.plan.peers == {}

@@ -1,0 +1,694 @@
+"""Forming a generation, to the letter: burnt numbers, successors, outcomes that nobody knows, starts that fail, budgets, ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from surefoot.ckpt.record import Record, StartRef
+from surefoot.controller import wire
+from surefoot.controller.core import decisions as dec
+from surefoot.controller.core import events as ev
+from surefoot.controller.core.moves import Mind
+
+
+def kill(bench: Any, rank: int = 1) -> None:
+    bench.end(rank, signal=9)
+
+
+# ---------------------------------------------------------------- the second listing
+
+
+def test_burnt_record(bench: Any, committed: Any) -> None:
+    """The worked race: step 7 is chosen, record 2 created; manifest (1, 20) turns up in the second listing."""
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    create = bench.take(dec.CreateRecord)
+    created = bench.create(create.op, create.record)
+    bench.manifests.append(committed(1, 20))
+    bench.send(created)
+    bench.perform()
+    assert sorted(bench.records) == [1, 2, 3]
+    assert bench.records[2].start == StartRef(generation=1, step=7)
+    plan = bench.plan
+    assert (plan.generation, plan.reason.kind, plan.reason.cause) == (3, "burnt", "none")
+    assert (plan.start.generation, plan.start.step, plan.start.tier) == (1, 20, "object_store")
+    assert [p.generation for p in bench.ledger.published] == [1, 3]
+    assert bench.incidents["inc-0001"].new_generation == 3
+
+
+def test_manifest_after_the_second_listing_is_left_to_its_writer(bench: Any, committed: Any) -> None:
+    """(1, 20) appears after the listing: generation 2 goes on from 7, and 20 is off the lineage."""
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.PublishPlan,))
+    bench.manifests.append(committed(1, 20))
+    bench.perform()
+    bench.follow()
+    bench.step(9)
+    bench.step(10)
+    kill(bench)
+    bench.perform()
+    plan = bench.plan
+    assert (plan.generation, plan.start.generation, plan.start.step) == (3, 2, 9)
+
+
+def test_same_step_in_memory_and_in_the_object_store(bench: Any, committed: Any) -> None:
+    """The same state at two places: the nearer one is taken."""
+    bench.running(step=21)
+    bench.manifests.append(committed(1, 20))
+    kill(bench)
+    bench.perform()
+    assert (bench.plan.start.step, bench.plan.start.tier) == (20, "memory")
+    assert bench.plan.generation == 2
+
+
+def test_newer_manifest_beats_memory(bench: Any, committed: Any) -> None:
+    """Snapshots of some rank are gone with two nodes; a commit told of by a status is looked for before a number is used."""
+    bench.running(step=8)
+    bench.manifests.append(committed(1, 20))
+    bench.nodes["n0"].extra["committed"] = wire.Committed(generation=1, step=20)
+    kill(bench)
+    bench.perform()
+    assert (bench.plan.generation, bench.plan.start.step, bench.plan.start.tier) == (2, 20, "object_store")
+
+
+def test_member_lost_between_record_and_plan_burns_the_number(bench: Any) -> None:
+    bench.running("n0", "n1", "n2", step=8)
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    create = bench.take(dec.CreateRecord)
+    bench.vanish("n1", perform=False)
+    bench.send(bench.create(create.op, create.record))
+    bench.perform()
+    plan = bench.plan
+    assert plan.generation == 3
+    assert [m.uid for m in plan.members] == ["n0", "n2"]
+    assert (plan.reason.kind, plan.reason.cause) == ("burnt", "none")
+
+
+def test_taken_number(bench: Any) -> None:
+    """A controller that was thought dead has created record 2."""
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    theirs = Record(
+        generation=2, start=StartRef(generation=1, step=7), reason="restart", created_by="z@3", plan=None
+    )
+    bench.records[2] = theirs
+    bench.perform()
+    assert bench.plan.generation == 3
+    assert bench.records[2] == theirs
+
+
+def test_foreign_record_above_the_running_plan(bench: Any) -> None:
+    """A woken controller's record appears while generation 1 runs: it fences 1's commits, so the next one is formed."""
+    bench.running(step=8)
+    bench.records[2] = Record(
+        generation=2, start=StartRef(generation=1, step=3), reason="restart", created_by="z@3", plan=None
+    )
+    for _ in range(8):
+        bench.now += 2
+        bench.step(9)
+        bench.step(8)
+    bench.step(9)
+    bench.tick()
+    plan = bench.plan
+    assert (plan.generation, plan.reason.kind, plan.reason.cause) == (3, "burnt", "none")
+    assert (plan.start.generation, plan.start.step) == (1, 8)
+
+
+def test_fenced_committer_makes_the_leader_look_at_once(bench: Any) -> None:
+    bench.running(step=8)
+    bench.records[2] = Record(
+        generation=2, start=StartRef(generation=1, step=3), reason="restart", created_by="z@3", plan=None
+    )
+    bench.nodes["n0"].extra["committed"] = wire.Committed(generation=1, step=8, fenced_by=2)
+    bench.report("n0")
+    bench.perform()
+    assert bench.plan.generation == 3
+
+
+# ---------------------------------------------------------------- outcomes that nobody knows
+
+
+def test_unknown_record_is_settled_before_another_number(bench: Any) -> None:
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    first = bench.take(dec.CreateRecord)
+    bench.create(first.op, first.record)  # it took effect, and nobody was told
+    bench.send(ev.RecordUnknown(op=first.op, generation=2, detail="timed out"))
+    bench.perform()
+    assert bench.wanted == []
+    bench.send(ev.Ticked(), after_s=0.25)
+    again = bench.take(dec.CreateRecord)
+    assert again.record == first.record
+    bench.send(bench.create(again.op, again.record))
+    bench.perform()
+    assert bench.plan.generation == 2
+
+
+def test_late_answer_of_an_abandoned_try_is_ignored(bench: Any) -> None:
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    first = bench.take(dec.CreateRecord)
+    bench.send(ev.RecordUnknown(op=first.op, generation=2, detail="timed out"))
+    bench.send(ev.RecordCreated(op=first.op, generation=2, hash="x", location="y"))
+    assert bench.stage() == "CheckingRecord" or bench.stage() == "WritingRecord"
+    bench.tick(0.25)
+    bench.tick(0.25)
+    assert bench.plan.generation == 2
+
+
+@pytest.mark.parametrize("took_effect", [True, False])
+def test_unknown_publication_is_read_back(bench: Any, took_effect: bool) -> None:
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.PublishPlan,))
+    publish = bench.take(dec.PublishPlan)
+    if took_effect:
+        bench.outcomes(publish)
+    bench.send(ev.PlanUnknown(op=publish.op, generation=2, detail="timed out"))
+    assert isinstance(bench.wanted[0], dec.ReadPlan)
+    bench.perform()
+    assert bench.plan.generation == 2
+    assert bench.pointer.generation == 2
+    assert len(bench.decided(dec.PublishPlan)) == (2 if took_effect else 3)
+
+
+def test_refused_publication_steps_down(bench: Any) -> None:
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.PublishPlan,))
+    publish = bench.take(dec.PublishPlan)
+    decided = bench.send(ev.PlanRefused(op=publish.op, generation=2))
+    assert any(isinstance(x, dec.StepDown) for x in decided)
+    assert bench.state.token is None
+    assert bench.tick(5.0) == []
+
+
+def test_deposed_controller_decides_nothing(bench: Any) -> None:
+    bench.running(step=8)
+    bench.send(ev.Deposed(reason="the lease could not be renewed"))
+    assert bench.end(1, signal=9) == []
+    assert bench.tick(60.0) == []
+
+
+# ---------------------------------------------------------------- successors
+
+
+def test_successor_adopts_an_intact_generation(bench: Any) -> None:
+    bench.running(step=8)
+    successor = bench.other("b")
+    successor.lead(token=50)
+    assert successor.mind is Mind.RUNNING
+    assert successor.plan.generation == 1
+    assert successor.decided(dec.CreateRecord) == []
+    successor.tick(3.0)
+    assert successor.mind is Mind.RUNNING
+
+
+def test_successor_finds_the_fault_that_its_predecessor_died_over(bench: Any) -> None:
+    bench.running(step=8)
+    kill(bench)
+    successor = bench.other("b")
+    successor.lead(token=50)
+    assert successor.plan.generation == 2
+    assert (successor.plan.reason.fault, successor.plan.start.step) == ("rank_exit", 7)
+
+
+def test_successor_of_a_controller_that_died_after_the_record(bench: Any, committed: Any) -> None:
+    """Record 2 stands, no plan points to it: it is burnt, and what was committed meanwhile is not lost."""
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    create = bench.take(dec.CreateRecord)
+    bench.create(create.op, create.record)
+    bench.manifests.append(committed(1, 20))
+    successor = bench.other("b")
+    successor.lead(token=50)
+    plan = successor.plan
+    assert (plan.generation, plan.reason.kind, plan.reason.cause) == (3, "burnt", "none")
+    assert (plan.start.generation, plan.start.step) == (1, 20)
+    assert plan.reason.fault == "rank_exit"
+
+
+def test_successor_of_a_controller_that_died_after_publishing(bench: Any) -> None:
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.PublishPlan,))
+    bench.outcomes(bench.take(dec.PublishPlan))
+    successor = bench.other("b")
+    successor.lead(token=50)
+    assert (successor.plan.generation, successor.stage()) == (2, "ComingUp")
+    assert sorted(bench.records) == [1, 2]
+
+
+def test_successor_without_the_lost_node(bench: Any) -> None:
+    """The node's key is gone already when the successor comes: after the TTL without a word it is lost."""
+    bench.running("n0", "n1", "n2", step=8)
+    bench.nodes["n1"].answer = "gone"
+    successor = bench.other("b")
+    successor.lead(token=50)
+    successor.tick(9.0)
+    assert successor.plan.generation == 1
+    successor.tick(1.5)
+    assert [m.uid for m in successor.plan.members] == ["n0", "n2"]
+
+
+def test_wiped_etcd_under_running_ranks(bench: Any) -> None:
+    """The plan key is gone, all members follow generation 1 still: it is pointed to again, no rank is restarted."""
+    bench.running(step=8)
+    bench.pointer = None
+    successor = bench.other("b")
+    successor.lead(token=2)
+    assert successor.mind is Mind.RUNNING
+    assert successor.pointer.generation == 1
+    assert sorted(bench.records) == [1]
+
+
+def test_plan_key_deleted_under_a_leader(bench: Any) -> None:
+    bench.running(step=8)
+    bench.pointer = None
+    bench.revision += 1
+    bench.send(ev.PointerSeen(pointer=None, revision=bench.revision))
+    bench.perform()
+    assert bench.mind is Mind.RUNNING
+    assert bench.pointer.generation == 1
+
+
+def test_wiped_etcd_and_dead_agents_go_on_above_the_highest_record(bench: Any, committed: Any) -> None:
+    bench.running(step=30)
+    bench.manifests.append(committed(1, 20))
+    bench.pointer = None
+    bench.nodes.clear()
+    successor = bench.other("b")
+    successor.lead(token=2)
+    successor.appear("n0", "n1", incarnation="new")
+    plan = successor.plan
+    assert (plan.generation, plan.reason.kind) == (2, "resume")
+    assert (plan.start.generation, plan.start.step, plan.start.tier) == (1, 20, "object_store")
+
+
+def test_etcd_above_the_records_is_refused_until_it_fits(bench: Any) -> None:
+    """CTL-15: the root is another one, or was lost."""
+    bench.pointer = wire.PlanPointer(generation=7, hash="h", location="generations/0007.json")
+    bench.lead()
+    bench.appear("n0", "n1")
+    assert bench.mind is Mind.HELD
+    assert "generation 7" in bench.state.held_why
+    assert bench.decided(dec.CreateRecord) == []
+    bench.pointer = None
+    bench.revision += 1
+    bench.send(ev.PointerSeen(pointer=None, revision=bench.revision))
+    bench.tick(16.0)
+    assert bench.mind is Mind.FORMING
+    assert bench.plan.generation == 1
+
+
+def test_agents_above_the_records_are_refused(bench: Any) -> None:
+    bench.appear("n0", "n1", generation=9)
+    bench.lead()
+    assert bench.mind is Mind.HELD
+    assert "follows generation 9" in bench.state.held_why
+
+
+def test_another_record_than_the_plan_names_is_refused(bench: Any) -> None:
+    bench.running(step=8)
+    bench.pointer = msgspec.structs.replace(bench.pointer, hash="other")
+    successor = bench.other("b")
+    successor.lead(token=50)
+    assert successor.mind is Mind.HELD
+
+
+def test_damaged_record_holds(bench: Any) -> None:
+    bench.send(ev.Elected(token=1))
+    listing = bench.take(dec.ListLineage)
+    bench.perform()
+    bench.send(ev.LineageDamaged(op=listing.op, detail="generations/0003.json is no record"))
+    assert bench.mind is Mind.HELD
+
+
+# ---------------------------------------------------------------- starts that fail
+
+
+def test_snapshot_that_cannot_be_served(bench: Any, committed: Any) -> None:
+    """Generation 2 cannot start from memory at 7; the next names the manifest of that step."""
+    bench.running(step=8)
+    bench.manifests.append(committed(1, 7))
+    kill(bench)
+    bench.perform()
+    assert bench.plan.start.step == 7
+    bench.nodes["n1"].generation = 2
+    bench.nodes["n1"].ranks = {}
+    bench.nodes["n1"].extra["start_failure"] = wire.StartFailure(
+        generation=2, kind="snapshot_corrupt", detail="rank 2: checksum"
+    )
+    bench.report("n1")
+    bench.perform()
+    plan = bench.plan
+    assert (plan.generation, plan.reason.kind, plan.reason.cause) == (3, "start_failed", "infrastructure")
+    assert (plan.start.generation, plan.start.step, plan.start.tier) == (1, 7, "object_store")
+    assert not bench.records[3].rollback
+
+
+def test_next_best_snapshot(bench: Any) -> None:
+    """Without a manifest the older snapshot is taken, never the beginning."""
+    bench.running(step=8)
+    kill(bench)
+    bench.perform()
+    bench.nodes["n1"].generation = 2
+    bench.nodes["n1"].extra["start_failure"] = wire.StartFailure(
+        generation=2, kind="snapshot_missing", detail="rank 2"
+    )
+    bench.report("n1")
+    bench.perform()
+    assert (bench.plan.start.generation, bench.plan.start.step, bench.plan.start.tier) == (1, 6, "memory")
+
+
+def fail_to_load(bench: Any) -> None:
+    bench.follow(phase="restore", step=bench.plan.start.step)
+    error = wire.ErrorReport(kind="checkpoint", type="DamagedError", message="checksum differs")
+    bench.end(0, code=1, error=error)
+    bench.perform()
+
+
+def test_manifest_that_cannot_be_loaded_is_left_behind(bench: Any, committed: Any) -> None:
+    """The manifest of step 20 fails twice; the next record goes back to 10, and says that it is a rollback."""
+    bench.running(step=3)
+    bench.manifests += [committed(1, 10), committed(1, 20)]
+    for node in bench.nodes.values():
+        node.snapshots.clear()
+    kill(bench)
+    bench.perform()
+    assert bench.plan.start.step == 20
+    fail_to_load(bench)
+    assert bench.plan.start.step == 20
+    fail_to_load(bench)
+    assert bench.plan.start.step == 10
+    assert bench.records[bench.plan.generation].rollback
+    for _ in range(2):
+        fail_to_load(bench)
+    assert bench.mind is Mind.FAILED
+    assert bench.outcome.exit_code == 3
+    assert "(10)" in bench.outcome.reason
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def test_budget_is_spent_and_the_fourth_ends_the_job(bench: Any) -> None:
+    bench.running(step=4)
+    for number in range(3):
+        error = wire.ErrorReport(kind="workload", type="ValueError", message="bad")
+        bench.end(0, code=1, error=error)
+        bench.perform()
+        assert bench.mind is Mind.FORMING, number
+        bench.follow()
+        bench.step(5 + number)
+    bench.end(1, signal=11)
+    bench.perform()
+    assert bench.mind is Mind.FAILED
+    assert bench.outcome.exit_code == 4
+    assert "policy.restarts.workload" in bench.outcome.reason
+    assert len(bench.records) == 4
+
+
+def test_committed_progress_gives_budget_back(bench: Any, committed: Any) -> None:
+    bench.running(step=4)
+    for number in range(6):
+        bench.end(0, code=9)
+        bench.perform()
+        assert bench.mind is Mind.FORMING, number
+        bench.follow()
+        bench.step(bench.plan.start.step + 2)
+        if number % 2:
+            bench.manifests.append(committed(bench.plan.generation, bench.plan.start.step + 1))
+    assert bench.mind is Mind.RUNNING
+
+
+def test_budget_is_judged_by_a_fresh_listing(bench: Any, committed: Any) -> None:
+    """The commit that gives budget back was made after the last listing."""
+    bench.running(step=4)
+    for _ in range(3):
+        bench.end(0, code=9)
+        bench.perform()
+        bench.follow()
+        bench.step(bench.plan.start.step + 2)
+    bench.manifests.append(committed(bench.plan.generation, bench.plan.start.step + 1))
+    bench.end(0, code=9)
+    bench.perform()
+    assert bench.mind is Mind.FORMING
+    assert bench.plan.generation == 5
+
+
+def test_infrastructure_has_a_budget_of_its_own(bench: Any) -> None:
+    bench.running(step=4)
+    for _ in range(20):
+        kill(bench)
+        bench.perform()
+        bench.follow()
+    kill(bench)
+    bench.perform()
+    assert bench.mind is Mind.FAILED
+    assert len(bench.records) == 21
+
+
+def test_same_crash_three_times(make_bench: Any) -> None:
+    """CTL-41, and the user's error in step 1 of the first generation: it would crash again."""
+    bench = make_bench(restarts={"workload": 10, "infrastructure": 20, "preemption": 100})
+    bench.running(step=1)
+    error = wire.ErrorReport(
+        kind="workload", type="NameError", message="x", traceback='File "/job/train.py", line 12, in train'
+    )
+    for number in range(2):
+        bench.end(0, code=1, error=error)
+        bench.perform()
+        assert bench.mind is Mind.FORMING, number
+        bench.follow()
+    bench.end(2, code=1, error=error)
+    bench.perform()
+    assert bench.mind is Mind.FAILED
+    assert bench.outcome.exit_code == 4
+    assert "NameError at train.py:12, step 1" in bench.outcome.reason
+    assert bench.incidents["inc-0003"].decision.startswith("given up")
+
+
+def test_a_new_run_has_a_full_budget(bench: Any, make_bench: Any) -> None:
+    bench.running(step=4)
+    for _ in range(3):
+        bench.end(0, code=9)
+        bench.perform()
+        bench.follow()
+    later = make_bench(run_id="run2")
+    later.records = bench.records
+    later.running()
+    assert later.plan.reason.kind == "resume"
+    later.end(0, code=9)
+    later.perform()
+    assert later.mind is Mind.FORMING
+
+
+# ---------------------------------------------------------------- the end
+
+
+def finish(bench: Any, step: int) -> None:
+    bench.follow(phase="done", step=step)
+
+
+def test_done(bench: Any, committed: Any) -> None:
+    bench.running(step=60)
+    bench.manifests.append(committed(1, 60))
+    finish(bench, 60)
+    assert bench.mind is Mind.DONE
+    assert (bench.outcome.state, bench.outcome.exit_code, bench.outcome.step) == ("done", 0, 60)
+    assert bench.outcome.run_id == "run1"
+    assert bench.state.the_end.written
+
+
+def test_done_needs_the_last_checkpoint(bench: Any) -> None:
+    bench.running(step=60)
+    finish(bench, 60)
+    for _ in range(3):
+        bench.tick(1.0)
+    assert bench.mind is Mind.RUNNING
+    for _ in range(3):
+        bench.tick(1.0)
+    assert bench.plan.reason.fault == "ended_early"
+    assert bench.plan.start.step == 59
+
+
+def test_data_that_ends_before_the_steps_do(bench: Any, committed: Any) -> None:
+    bench.running(step=33)
+    bench.manifests.append(committed(1, 33))
+    finish(bench, 33)
+    assert bench.mind is Mind.DONE
+    assert bench.outcome.reason == "the data ended at step 33"
+
+
+def test_one_rank_that_ends_early(bench: Any) -> None:
+    bench.running(step=10)
+    bench.report(bench.rank(2, phase="done", step=10, exit=wire.ExitReport(code=0)))
+    bench.perform()
+    assert bench.mind is Mind.RUNNING
+    for _ in range(12):
+        bench.nodes["n0"].ranks[0] = msgspec.structs.replace(bench.nodes["n0"].ranks[0], step=11)
+        bench.report("n0")
+        bench.tick(1.0)
+    assert bench.plan.reason.fault == "ended_early"
+
+
+def test_root_that_is_done_already(bench: Any, committed: Any, make_bench: Any) -> None:
+    bench.running(step=60)
+    bench.manifests.append(committed(1, 60))
+    later = make_bench(run_id="run2")
+    later.records, later.manifests = bench.records, bench.manifests
+    later.lead()
+    assert later.mind is Mind.DONE
+    assert later.outcome.exit_code == 0
+    assert later.decided(dec.CreateRecord) == []
+
+
+def test_node_lost_after_the_last_commit(bench: Any, committed: Any) -> None:
+    """Some ranks are done, then a node goes: no generation is formed for a job whose last step is committed."""
+    bench.running(step=60)
+    bench.manifests.append(committed(1, 60))
+    bench.report(bench.rank(0, phase="done", step=60))
+    bench.lose("n1")
+    bench.vanish("n1")
+    assert bench.mind is Mind.DONE
+
+
+def test_outcome_of_a_former_run_is_none_of_this_one(bench: Any) -> None:
+    bench.outcome = wire.Outcome(state="failed", exit_code=3, step=0, reason="x", generation=1, run_id="run0")
+    bench.lead()
+    assert bench.mind is Mind.FORMING
+    bench.appear("n0", "n1")
+    assert bench.plan.generation == 1
+
+
+def test_successor_accepts_the_outcome(bench: Any, committed: Any) -> None:
+    bench.running(step=60)
+    bench.manifests.append(committed(1, 60))
+    finish(bench, 60)
+    successor = bench.other("b")
+    successor.outcome = bench.outcome
+    successor.lead(token=50)
+    assert successor.mind is Mind.DONE
+    assert successor.state.the_end.written
+
+
+def test_outcome_is_written_until_it_stands(bench: Any, committed: Any) -> None:
+    bench.running(step=60)
+    bench.manifests.append(committed(1, 60))
+    bench.follow(phase="done", step=60)
+    assert bench.state.the_end.written
+    bench = bench.other("b")
+    bench.outcome = None
+    bench.send(ev.Elected(token=9))
+    bench.perform(leave=(dec.WriteOutcome,))
+    write = bench.take(dec.WriteOutcome)
+    bench.send(ev.OutcomeUnknown(op=write.op, detail="timed out"))
+    bench.tick(0.5)
+    assert bench.state.the_end.written
+
+
+# ---------------------------------------------------------------- stores away
+
+
+def test_object_store_away_while_running(bench: Any) -> None:
+    bench.running(step=8)
+    bench.state = dataclasses.replace(bench.state, next_listing_s=bench.now)
+    bench.send(ev.Ticked())
+    listing = bench.take(dec.ListLineage)
+    bench.send(ev.ObjectStoreUnavailable(op=listing.op, detail="no answer"))
+    assert bench.mind is Mind.HOLD_COMMITS
+    bench.now += 3
+    bench.step(9)
+    bench.tick(2.5)
+    assert bench.mind is Mind.RUNNING
+
+
+def test_object_store_away_while_forming(bench: Any) -> None:
+    """Formation waits, with growing pauses, and goes on when the store is back."""
+    bench.running(step=8)
+    kill(bench)
+    for _ in range(6):
+        bench.perform(leave=(dec.CreateRecord,))
+        create = bench.take(dec.CreateRecord)
+        bench.send(ev.ObjectStoreUnavailable(op=create.op, detail="no answer"))
+        assert bench.wanted == []
+        bench.send(ev.Ticked(), after_s=5.1)
+    bench.perform()
+    assert bench.plan.generation == 2
+    assert sorted(bench.records) == [1, 2]
+
+
+def test_denied_object_store_at_the_start_ends_the_job(bench: Any) -> None:
+    bench.send(ev.Elected(token=1))
+    listing = bench.take(dec.ListLineage)
+    bench.perform()
+    bench.send(ev.ObjectStoreDenied(op=listing.op, detail="s3://x: access denied, check AWS_ACCESS_KEY_ID"))
+    bench.perform()
+    assert bench.mind is Mind.FAILED
+    assert (bench.outcome.exit_code, "access denied" in bench.outcome.reason) == (5, True)
+
+
+def test_unreachable_object_store_at_the_start_is_waited_for_a_while(bench: Any) -> None:
+    bench.send(ev.Elected(token=1))
+    bench.perform(leave=(dec.ListLineage,))
+    for _ in range(30):
+        if bench.mind is Mind.FAILED:
+            break
+        listing = bench.take(dec.ListLineage)
+        bench.send(ev.ObjectStoreUnavailable(op=listing.op, detail="no answer from http://x"))
+        bench.send(ev.Ticked(), after_s=5.1)
+    assert bench.mind is Mind.FAILED
+    assert bench.now - 100 > 60
+
+
+def test_etcd_away_while_publishing(bench: Any) -> None:
+    bench.running(step=8)
+    kill(bench)
+    bench.perform(leave=(dec.PublishPlan,))
+    publish = bench.take(dec.PublishPlan)
+    bench.send(ev.CoordStoreUnavailable(op=publish.op, detail="no leader"))
+    assert bench.wanted == []
+    bench.tick(0.5)
+    assert bench.plan.generation == 2
+
+
+# ---------------------------------------------------------------- views
+
+
+def test_relist_mends_the_view_and_counts_the_drift(bench: Any) -> None:
+    """CTL-21: the delete event of a node was swallowed."""
+    bench.running("n0", "n1", "n2", step=6)
+    bench.nodes["n1"].answer = "gone"
+    bench.send(bench.world())
+    assert bench.state.drift == 1
+    assert not bench.state.nodes["n1"].registered
+
+
+def test_stale_listing_undoes_nothing(bench: Any) -> None:
+    """A listing taken before a node appeared is delivered after its watch event."""
+    bench.lead()
+    early = bench.world()
+    bench.appear("n0")
+    bench.send(early)
+    assert bench.state.nodes["n0"].registered
+    assert bench.state.drift == 0
+
+
+def test_older_status_is_not_believed(bench: Any) -> None:
+    bench.running(step=6)
+    old = bench.nodes["n0"].status()
+    bench.step(7)
+    bench.send(ev.StatusReported(status=old))
+    assert bench.state.nodes["n0"].status.ranks[0].step == 7
