@@ -1,1 +1,57 @@
-"""Sharded model, optimizer and loader cursors in one commit. Knows nothing of controller or agent."""
+"""Sharded model, optimizer and loader cursors in one commit. Knows nothing of controller or agent.
+
+::
+
+    with ckpt.Checkpointer(root) as c:
+        loaded = c.load(state)
+        handle = c.save(step, state)
+
+`Checkpointer`, `save`, `load` and `read` import torch when they are first used; the rest is torch-free.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surefoot.ckpt.inspect import Report, steps, verify
+    from surefoot.ckpt.loading import Loaded, read
+    from surefoot.ckpt.manifest import Manifest
+    from surefoot.ckpt.saving import Checkpointer, SaveHandle, load, save
+
+__all__ = [
+    "Checkpointer",
+    "Loaded",
+    "Manifest",
+    "Report",
+    "SaveHandle",
+    "load",
+    "read",
+    "save",
+    "steps",
+    "verify",
+]
+
+_HOMES = {
+    "Checkpointer": "saving",
+    "SaveHandle": "saving",
+    "save": "saving",
+    "load": "saving",
+    "Loaded": "loading",
+    "read": "loading",
+    "steps": "inspect",
+    "verify": "inspect",
+    "Report": "inspect",
+    "Manifest": "manifest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -44,7 +44,7 @@ def merge_parts(
     tensors = _merged_tensors(ranks)
     objects = [r.data for r in ranks if r.data is not None]
     _require_stored(objects, sizes, where)
-    _require_inside(objects, tensors, where)
+    require_inside(objects, tensors, where)
     prove_coverage(tensors, ((p.name, Box(p.offset, p.extent)) for o in objects for p in o.pieces))
     manifest = Manifest(
         generation=generation,
@@ -149,7 +149,7 @@ def _require_stored(objects: Iterable[DataObject], sizes: Mapping[str, int], whe
             )
 
 
-def _require_inside(objects: Iterable[DataObject], tensors: Mapping[str, TensorMeta], where: str) -> None:
+def require_inside(objects: Iterable[DataObject], tensors: Mapping[str, TensorMeta], where: str) -> None:
     """Every piece lies within its object, and has a type that we know."""
     for o in objects:
         for p in o.pieces:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import xxhash
 
 from surefoot.ckpt.boxes import Box, Held, intersect, span
 from surefoot.ckpt.errors import StateMismatchError
@@ -30,7 +31,7 @@ from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, HeldTensor, Placed, RankShare, assign, nbytes_of, place
 
 if TYPE_CHECKING:
-    from surefoot.ckpt.state import Leaf, Want
+    from surefoot.ckpt.state import Collected, Leaf, Want
 
 Exchange = Callable[[bytes], list[bytes]]
 """All-gather of bytes over all ranks, in rank order."""
@@ -96,17 +97,29 @@ class Stager:
         self._layout: _Layout | None = None
         self._meta_nbytes = 0
 
+    def rebind(self, state: Mapping[str, Any]) -> None:
+        """Stage and restore `state` from now on. The known layout stays: a state of the same layout costs nothing new."""
+        self._state = state
+
     def nbytes(self) -> int:
         """What a slot must hold. Counts the state that optimizers will add at their first step, and room for a growing ledger.
 
         Raises StateError.
         """
+        return self._nbytes(self._live.collect(self._state))
+
+    def survey(self) -> tuple[int, str]:
+        """`nbytes`, and a hash of the layout: where any rank's is new, all must `forget` theirs before they stage.
+
+        For callers whose ranks tell each other something before each save anyway. Raises StateError.
+        """
         found = self._live.collect(self._state)
-        held = sum(nbytes_of(leaf.meta, h.box) for leaf in found.leaves.values() for h in leaf.held)
-        missing = self._live.missing_optimizer_nbytes(found)
-        names = 512 * (len(found.leaves) + len(found.values) + (2 * len(found.leaves) if missing else 0))
-        room = META_ROOM_NBYTES + names + 2 * self._meta_nbytes
-        return aligned(PAGE_NBYTES + ALIGN_NBYTES + held + missing + room, ROUND_NBYTES)
+        layout = msgspec.json.encode([[leaf.layout() for leaf in found.leaves.values()], found.aliases])
+        return self._nbytes(found), xxhash.xxh3_64_hexdigest(layout)
+
+    def forget(self) -> None:
+        """Let the next `stage` exchange layouts."""
+        self._layout = None
 
     def stage(
         self,
@@ -169,6 +182,13 @@ class Stager:
         )
 
     # ---- inside
+
+    def _nbytes(self, found: Collected) -> int:
+        held = sum(nbytes_of(leaf.meta, h.box) for leaf in found.leaves.values() for h in leaf.held)
+        missing = self._live.missing_optimizer_nbytes(found)
+        names = 512 * (len(found.leaves) + len(found.values) + (2 * len(found.leaves) if missing else 0))
+        room = META_ROOM_NBYTES + names + 2 * self._meta_nbytes
+        return aligned(PAGE_NBYTES + ALIGN_NBYTES + held + missing + room, ROUND_NBYTES)
 
     def _copy(self, layout: _Layout, leaves: Mapping[str, Leaf], data: memoryview) -> None:
         import torch

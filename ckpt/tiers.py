@@ -3,11 +3,13 @@
 Torch-free on import; `Stager` and `restore_committed` import it when used.
 """
 
+from surefoot.ckpt.cleaning import apply_retention
 from surefoot.ckpt.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError
 from surefoot.ckpt.image import ImageInfo, read_image, unseal, verify_image
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.ckpt.restore import committed_rows, restore_committed
+from surefoot.ckpt.retention import Retention
 from surefoot.ckpt.staging import Restored, Stager
 from surefoot.ckpt.upload import report_failure, upload_images
 
@@ -21,8 +23,10 @@ __all__ = [
     "LedgerRow",
     "Lost",
     "Restored",
+    "Retention",
     "SlotTooSmallError",
     "Stager",
+    "apply_retention",
     "commit",
     "committed_rows",
     "read_image",

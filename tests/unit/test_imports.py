@@ -93,8 +93,8 @@ PURE_BUT = {"controller.spec": ("pathlib",), "agent.exits": ("signal",)}
 DOORS: dict[str, tuple[str, ...]] = {
     "etcd3": ("controller.etcdstore",),
     "grpc": ("controller.etcdstore",),
-    "rich": ("controller.cli", "controller.view", "chaos.demo"),
-    "typer": ("controller.cli", "chaos.cli"),
+    "rich": ("controller.cli", "controller.view", "ckpt.__main__", "chaos.demo"),
+    "typer": ("controller.cli", "ckpt.__main__", "chaos.cli"),
     "s3fs": ("ckpt.s3",),
     "botocore": ("ckpt.s3",),
     "fsspec": ("ckpt", "loader.source", "chaos"),
@@ -102,8 +102,9 @@ DOORS: dict[str, tuple[str, ...]] = {
     "torch": (
         *(
             "ckpt.state",
-            "ckpt.save",
-            "ckpt.load",
+            "ckpt.saving",
+            "ckpt.loading",
+            "ckpt.channel",
             "loader.client",
             "agent.session",
             "agent.trainer",
