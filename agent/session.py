@@ -309,7 +309,7 @@ def _live(environ: Mapping[str, str]) -> int:
     if env.history is not None:
         history.open_history(env.history, f"rank-{env.rank}")
     tracer = Tracer(generation=env.generation, rank=env.rank)
-    tracer.note("launched")
+    tracer.note("launched", world_size=env.world_size)
     try:
         link = _connect(env)
     except failures.SessionError as e:
@@ -334,6 +334,7 @@ def _serve(env: RankEnv, link: AgentLink, tracer: Tracer) -> int:
     run: Run | None = None
     try:
         run = _join(env, link, tracer)
+        tracer.note("joined")
         train = entry.resolve(run.spec.program.train, key="program.train")
         seed_all(seed_of(run.seed, BUILD_STEP, 0))
         train(run)

@@ -27,6 +27,7 @@ from surefoot.agent.link import AgentLink, AgentNews
 from surefoot.agent.pool import SLOTS, SlotPool, choose_slot, still_held
 from surefoot.agent.seeding import seed_all, seed_of
 from surefoot.agent.tracing import Tracer
+from surefoot.ckpt.errors import SlotTooSmallError
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.controller.wire import (
     CommittedMsg,
@@ -50,10 +51,11 @@ class Limits:
     """Making and touching the slot files: 0.6 GB/s at first touch, so room for some 70 GB a rank."""
     replicated_s: float = 600.0
     """Copying one snapshot to the peer, retries through a lost peer's lease included."""
-    committed_s: float = 900.0
-    """Uploading and committing the last checkpoint, over one short outage of the object store."""
-    last_attempts: int = 3
-    """How often the last checkpoint is tried."""
+    committed_s: float = 600.0
+    """One attempt to upload and commit the last checkpoint."""
+    retry_pauses_s: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 60.0, 60.0)
+    """Between attempts to commit the last checkpoint: over four minutes of an object store that is away, of the ten that
+    the hang detector gives the last save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,7 @@ class StepLoop:
         gather_words: GatherWords,
         tracer: Tracer,
         nonce: Callable[[], int] = lambda: secrets.randbits(62) | 1,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.facts = facts
         self.state = state
@@ -161,6 +164,7 @@ class StepLoop:
         self.gather_words = gather_words
         self.tracer = tracer
         self.nonce = nonce
+        self.pause = pause
         self.pool = SlotPool()
         self.ledger: list[LedgerRow] = []
         self.staged: int | None = None
@@ -310,16 +314,26 @@ class StepLoop:
     def _stage(self, step: int, replicated: int) -> int:
         """Copy the state into a slot and seal it there."""
         with self.shell.within("checkpoint"):
-            need = self.stager.nbytes()
-            if need > self.pool.slot_bytes:
-                self._open_pool(need)
-            slot = choose_slot(self.pool.held, replicated)
-            if slot is None:
-                raise RanksDisagreeError(
-                    f"no slot is free for step {step}: held {self.pool.held}, replicated for all {replicated}"
-                )
-            self.pool.held[slot] = None  # from the first byte on the former snapshot is gone
-            buffer = self.pool.buffer(slot)
+            if self.pool.slot_bytes == 0:
+                self._open_pool(self.stager.nbytes())
+            try:
+                return self._stage_into(self._free_slot(step, replicated), step)
+            except SlotTooSmallError as e:
+                # The state has grown, or the ledger while the object store is away.
+                self._open_pool(max(e.needed, self.stager.nbytes()))
+                return self._stage_into(self._free_slot(step, replicated), step)
+
+    def _free_slot(self, step: int, replicated: int) -> int:
+        slot = choose_slot(self.pool.held, replicated)
+        if slot is None:
+            raise RanksDisagreeError(
+                f"no slot is free for step {step}: held {self.pool.held}, replicated for all {replicated}"
+            )
+        return slot
+
+    def _stage_into(self, slot: int, step: int) -> int:
+        self.pool.held[slot] = None  # from the first byte on the former snapshot is gone
+        with self.pool.buffer(slot) as buffer:
             self.stager.stage(
                 buffer,
                 generation=self.facts.plan.generation,
@@ -327,7 +341,6 @@ class StepLoop:
                 cursor=self.data.state_dict(),
                 ledger=self.ledger,
             )
-            buffer.release()
         self.pool.held[slot] = step
         self.staged = step
         return slot
@@ -362,8 +375,7 @@ class StepLoop:
         Raises:
             CommitGivenUpError: no attempt succeeded.
         """
-        tries = self.facts.limits.last_attempts
-        for left in range(tries - 1, -1, -1):
+        for pause_s in (*self.facts.limits.retry_pauses_s, None):
             answer = self.link.wait(
                 _take_answer(step),
                 deadline_s=self.facts.limits.committed_s,
@@ -373,10 +385,12 @@ class StepLoop:
             if not answer.failure:
                 return
             self.tracer.note("commit_failed", failure=answer.failure)
-            if not left:
+            if pause_s is None:
+                tries = len(self.facts.limits.retry_pauses_s) + 1
                 raise CommitGivenUpError(
                     f"step {step} was not committed in {tries} attempts; the last said: {answer.failure}"
                 )
+            self.pause(pause_s)
             self._announce(step, slot, self._agree(step, 0.0, 0, 1, insist=True).attempt)
 
 

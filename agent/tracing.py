@@ -2,7 +2,7 @@
 
 The events of a step, in order: ``step_begin`` (the batch is taken), ``forward_end`` (once per microbatch), ``reported``,
 ``optimizer_begin``, ``step_end`` (the global loss is known), ``snapshot`` (staged and sealed). Before the first:
-``launched``, ``restored``. Each carries generation, rank and step. Without an open history nothing is written.
+``launched``, ``joined`` (all ranks have met), ``restored``. Each carries generation, rank and step. Without an open history nothing is written.
 """
 
 from __future__ import annotations

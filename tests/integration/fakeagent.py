@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-DEADLINE_S = 60.0
+DEADLINE_S = 20.0
 T = TypeVar("T")
 
 
@@ -239,6 +239,7 @@ class FakeAgent:
             code_version="test",
             controller="test",
         )
+        self._create_record(generation, of, step)
         self._restore = dict(restore or {})
         if tier == "memory":
             for rank in range(self.world):
@@ -256,6 +257,14 @@ class FakeAgent:
             self.pids[rank] = self._launcher.launch(
                 self._environment(rank) | extra, self.log(rank), by_exec=by_exec
             )
+
+    def _create_record(self, generation: int, of: int, step: int) -> None:
+        from surefoot.ckpt.record import Record, StartRef, create_record
+        from surefoot.ckpt.store import open_store
+
+        start = StartRef(generation=of, step=step)
+        record = Record(generation=generation, start=start, reason="test", created_by="test")
+        create_record(open_store(self.spec.job.root), record)
 
     def _environment(self, rank: int) -> dict[str, str]:
         return {

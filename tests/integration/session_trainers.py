@@ -70,7 +70,7 @@ def _loop_with(run: agent.Run, body: Any) -> None:
     data = run.data()
     for step in run.steps({"value": value}, data):
         batch = next(data)
-        value += len(batch.sample_ids)
+        value += 1  # the same on all ranks, as everything that is not sharded must be
         run.report(loss=float(step))
         body(step, data, batch)
 

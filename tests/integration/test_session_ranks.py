@@ -109,7 +109,7 @@ def test_the_trace_tells_each_step(make: Make) -> None:
     kinds = [(e["kind"], e["step"]) for e in lines]
     step = ["step_begin"] + ["forward_end", "reported"] * 2 + ["optimizer_begin", "step_end", "snapshot"]
     expected = [(kind, t) for t in (1, 2) for kind in step]
-    assert kinds == [("launched", 0), ("restored", 0), *expected, ("finished", 2)]
+    assert kinds == [("launched", 0), ("joined", 0), ("restored", 0), *expected, ("finished", 2)]
     assert {(e["rank"], e["generation"]) for e in lines} == {(1, 1)}
     end = agent.events(1, 1, "step_end")[0]
     assert end["loss"] == losses(agent, 1)[1]

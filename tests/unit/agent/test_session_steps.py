@@ -22,6 +22,7 @@ from surefoot.agent.failures import (
 from surefoot.agent.link import AgentNews
 from surefoot.agent.steps import Limits, LoopFacts, StepLoop, attempt_due
 from surefoot.agent.tracing import Tracer
+from surefoot.ckpt.errors import SlotTooSmallError
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.controller.wire import (
     CommittedMsg,
@@ -36,7 +37,7 @@ from surefoot.controller.wire import (
     StopMsg,
 )
 
-LIMITS = Limits(pool_s=0.05, replicated_s=0.05, committed_s=0.05, last_attempts=3)
+LIMITS = Limits(pool_s=0.05, replicated_s=0.05, committed_s=0.05, retry_pauses_s=(1.0, 2.0))
 GENERATION = 4
 
 
@@ -87,7 +88,8 @@ class FakeStager:
         return self.size
 
     def stage(self, buf: memoryview, /, *, generation: int, step: int, cursor: Any, ledger: Any) -> None:
-        assert len(buf) >= self.size
+        if len(buf) < self.size:
+            raise SlotTooSmallError(needed=self.size, actual=len(buf))
         assert cursor == {"step": step}
         self.staged.append((generation, step, tuple(row.step for row in ledger)))
 
@@ -161,6 +163,7 @@ class Bench:
         self.stager = FakeStager()
         self.shell = FakeShell()
         self.other: Callable[[StepWord], StepWord] | None = None
+        self.pauses: list[float] = []
         self.committed_calls: list[tuple[int, int]] = []
         self.data = StepData(FakeLoader(), fetching=nullcontext, taken=lambda batch: None)
         restore_path = folder / "restore"
@@ -199,6 +202,7 @@ class Bench:
             gather_words=self._gather,
             tracer=Tracer(generation=GENERATION, rank=0),
             nonce=lambda: next(nonces),
+            pause=self.pauses.append,
         )
 
     def _restore_committed(self, generation: int, step: int) -> FakeRestored:
@@ -422,6 +426,7 @@ def test_the_last_commit_is_tried_again_under_another_name(tmp_path: Path) -> No
     bench.run()
     assert [step for step, _ in bench.attempts] == [2, 2, 2]
     assert len({attempt for _, attempt in bench.attempts}) == 3
+    assert bench.pauses == [1.0, 2.0]
 
 
 def test_the_last_commit_is_given_up_at_last(tmp_path: Path) -> None:
