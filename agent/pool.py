@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from surefoot.agent.failures import StartupError
 from surefoot.controller.wire import PoolReadyMsg
@@ -32,16 +32,21 @@ def choose_slot(held: Sequence[int | None], replicated: int) -> int | None:
     return min(old)[1] if old else None
 
 
-def still_held(ready: PoolReadyMsg, keep: Set[int]) -> list[int | None]:
+def holdings(
+    ready: PoolReadyMsg, known: Mapping[str, int | None], start_step: int | None
+) -> list[int | None]:
     """Per slot the step that it holds and that must be kept; None: the slot is free.
 
     Args:
-        ready: says what the slot files hold, left-overs of former generations included.
-        keep: the steps that count: after a start that of the starting point, if it was restored from memory. What is
-            older has served, and what is newer but not ours lies on a path that the plan has left.
+        ready: says what the slots hold of the starting point.
+        known: what this life has put into slots, by path: a slot that has only grown keeps what it holds.
+        start_step: of the starting point, if it was restored from memory. Everything else that stands in slots older
+            than this life has served, or lies on a path that the plan has left.
     """
-    steps = (ready.held.get(slot) for slot in range(len(ready.paths)))
-    return [step if step in keep else None for step in steps]
+    return [
+        known[path] if path in known else (start_step if ready.held.get(slot) == start_step else None)
+        for slot, path in enumerate(ready.paths)
+    ]
 
 
 class SlotPool:
@@ -50,18 +55,20 @@ class SlotPool:
     def __init__(self) -> None:
         self.slot_bytes = 0
         self.held: list[int | None] = []
+        self._paths: tuple[str, ...] = ()
         self._maps: list[mmap.mmap] = []
 
-    def open(self, ready: PoolReadyMsg, *, slot_bytes: int, held: list[int | None]) -> None:
-        """Map the slot files of `ready`, in place of former ones.
+    def open(self, ready: PoolReadyMsg, *, slot_bytes: int, start_step: int | None) -> None:
+        """Map the slot files of `ready`, in place of former ones. `start_step`: see `holdings`.
 
         Raises:
             StartupError: a file is missing or smaller than `slot_bytes`.
         """
+        self.held = holdings(ready, dict(zip(self._paths, self.held, strict=True)), start_step)
+        self._paths = ready.paths
         self.close()
         self._maps = [_map(path, slot_bytes) for path in ready.paths]
         self.slot_bytes = slot_bytes
-        self.held = held
 
     def buffer(self, slot: int) -> memoryview:
         """The slot's bytes, writable; as many as the file has."""

@@ -24,7 +24,7 @@ from surefoot.agent.batches import StepData
 from surefoot.agent.exchange import GatherWords, StepVerdict, StepWord, judge, unpack_word
 from surefoot.agent.failures import Area, CommitGivenUpError, RanksDisagreeError, StartupError
 from surefoot.agent.link import AgentLink, AgentNews
-from surefoot.agent.pool import SLOTS, SlotPool, choose_slot, still_held
+from surefoot.agent.pool import SLOTS, SlotPool, choose_slot
 from surefoot.agent.seeding import seed_all, seed_of
 from surefoot.agent.tracing import Tracer
 from surefoot.ckpt.errors import SlotTooSmallError
@@ -354,10 +354,9 @@ class StepLoop:
             what=f"{SLOTS} snapshot slots of {slot_bytes} bytes",
         )
         start = self.facts.plan.start
-        keep = {step for step in self.pool.held if step is not None}
-        if self.staged is None and start.tier == "memory":
-            keep.add(start.step)
-        self.pool.open(ready, slot_bytes=slot_bytes, held=still_held(ready, keep))
+        self.pool.open(
+            ready, slot_bytes=slot_bytes, start_step=start.step if start.tier == "memory" else None
+        )
 
     def _announce(self, step: int, slot: int, attempt: str | None) -> None:
         if attempt is not None:

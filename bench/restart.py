@@ -72,11 +72,11 @@ class Parts:
     """Where `total_s` went. They follow each other without a gap."""
 
     detect_s: float
-    """Signal to the opening of the incident."""
+    """Signal to the agent's note of the rank's exit."""
     plan_s: float
-    """Decision, record, plan, and the agent's ending of the other ranks, to the order to fork."""
+    """To the new plan in the agent's hands: status, decision, record, the second listing, publication."""
     launch_s: float
-    """Fork, hello, and the process group, to the last rank that has joined."""
+    """To the last rank in the process group: the other ranks ended, a TCPStore, forks, rendezvous."""
     restore_s: float
     """Building the model and restoring it from shared memory, on the slowest rank."""
     first_step_s: float
@@ -110,7 +110,7 @@ def parts_of(ranks: Sequence[Event], others: Sequence[Event], killed_at: float, 
 
     Args:
         ranks: the ranks' events.
-        others: those of the controllers and the agents.
+        others: those of the agent.
     """
 
     def first_after(kind: str, **fields: Any) -> float:
@@ -123,14 +123,14 @@ def parts_of(ranks: Sequence[Event], others: Sequence[Event], killed_at: float, 
             raise BenchError(f"no process noted {kind} {fields} after the kill")
         return min(times)
 
-    detected = first_after("incident_opened")
-    ordered = first_after("invoke", op="launch")
+    detected = first_after("rank_exit")
+    planned = first_after("plan_seen", generation=2)
     joined = firsts(ranks, "joined", 2)[-1]
     restored = firsts(ranks, "restored", 2)[-1]
     return Parts(
         detect_s=detected - killed_at,
-        plan_s=ordered - detected,
-        launch_s=joined - ordered,
+        plan_s=planned - detected,
+        launch_s=joined - planned,
         restore_s=restored - joined,
         first_step_s=stepped_at - restored,
     )
@@ -190,7 +190,7 @@ def measure_surefoot(folder: Path, data: Path, rank: int) -> tuple[float, Parts]
         assert run.folder is not None
         watch = Watch(run.folder, "nodes/*/history/rank-*.jsonl")
         killed_at, stepped_at = kill_one(watch, rank, run.check)
-        others = Watch(run.folder, "*/*/history/*.jsonl")
+        others = Watch(run.folder, "nodes/*/history/agent*.jsonl")
         others.until(lambda events: len(events) > 0, run.check, "a history")
         parts = parts_of(watch.events, others.events, killed_at, stepped_at)
     return stepped_at - killed_at, parts

@@ -217,6 +217,22 @@ def test_killed_while_staging_falls_back_to_the_snapshot_before(make: Make, refe
     assert losses(agent, 2) == {t: losses(reference, 1)[t] for t in (4, 5, 6)}
 
 
+def test_the_example_goes_on_to_the_last_bit(make: Make) -> None:
+    """examples/gpt: FSDP2 per block, fused AdamW, a schedule."""
+    gpt = {"train": "surefoot.examples.gpt:train", "data": "surefoot.examples.gpt:data", "steps": 4}
+    reference, agent = make(**gpt), make(**gpt)
+    reference.start(1)
+    assert reference.exit_codes() == [0, 0]
+    agent.start(1, env={0: crash("step.after_forward", 3)})
+    assert agent.exit_code(0) == -signal.SIGKILL
+    agent.kill_all()
+    agent.start(2, of=1, step=2, tier="memory")
+    assert agent.exit_codes() == [0, 0]
+    assert losses(agent, 1) | losses(agent, 2) == losses(reference, 1)
+    first, *_, last = (float.fromhex(loss or "nan") for loss in losses(reference, 1).values())
+    assert last < first
+
+
 def test_ranks_with_different_starting_points_do_not_train(make: Make) -> None:
     agent = make(commits=False)
     agent.start(1, env={1: crash("step.after_batch", 5)})

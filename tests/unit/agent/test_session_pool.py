@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from surefoot.agent.failures import StartupError
-from surefoot.agent.pool import SLOTS, SlotPool, choose_slot, still_held
+from surefoot.agent.pool import SLOTS, SlotPool, choose_slot, holdings
 from surefoot.controller.wire import PoolReadyMsg
 
 
@@ -39,9 +39,15 @@ def _ready(held: dict[int, int]) -> PoolReadyMsg:
 
 
 def test_after_a_start_only_the_starting_point_counts() -> None:
-    assert still_held(_ready({0: 4, 1: 5, 2: 6}), {5}) == [None, 5, None]
-    assert still_held(_ready({0: 4, 1: 5, 2: 6}), set()) == [None, None, None]
-    assert still_held(_ready({}), {5}) == [None, None, None]
+    assert holdings(_ready({0: 4, 1: 5, 2: 6}), {}, 5) == [None, 5, None]
+    assert holdings(_ready({0: 4, 1: 5, 2: 6}), {}, None) == [None, None, None]
+    assert holdings(_ready({}), {}, 5) == [None, None, None]
+
+
+def test_a_slot_that_has_grown_holds_what_it_held() -> None:
+    """The starting point, which the agent still names, may have been overwritten since."""
+    assert holdings(_ready({1: 5}), {"a": 6, "b": 7, "c": None}, 5) == [6, 7, None]
+    assert holdings(_ready({1: 5}), {"x": 6}, 5) == [None, 5, None]
 
 
 def _files(folder: Path, size: int) -> tuple[str, ...]:
@@ -54,19 +60,19 @@ def _files(folder: Path, size: int) -> tuple[str, ...]:
 def test_slots_are_written_through_to_their_files(tmp_path: Path) -> None:
     pool = SlotPool()
     ready = PoolReadyMsg(paths=_files(tmp_path, 64))
-    pool.open(ready, slot_bytes=60, held=[None, 3])
+    pool.open(ready, slot_bytes=60, start_step=None)
     buffer = pool.buffer(1)
     assert len(buffer) == 64
     buffer[:4] = b"word"
     assert (tmp_path / "slot-1").read_bytes()[:4] == b"word"
     buffer.release()
-    pool.open(ready, slot_bytes=64, held=[None, None])
+    pool.open(ready, slot_bytes=64, start_step=None)
     pool.close()
 
 
 def test_files_that_do_not_do_are_refused(tmp_path: Path) -> None:
     pool = SlotPool()
     with pytest.raises(StartupError, match="has 64 bytes, 65 were asked for"):
-        pool.open(PoolReadyMsg(paths=_files(tmp_path, 64)), slot_bytes=65, held=[None, None])
+        pool.open(PoolReadyMsg(paths=_files(tmp_path, 64)), slot_bytes=65, start_step=None)
     with pytest.raises(StartupError, match="No such file"):
-        pool.open(PoolReadyMsg(paths=(str(tmp_path / "none"),)), slot_bytes=1, held=[None])
+        pool.open(PoolReadyMsg(paths=(str(tmp_path / "none"),)), slot_bytes=1, start_step=None)
