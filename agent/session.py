@@ -128,8 +128,16 @@ class Run:
 
     # ---- the public calls
 
-    def data(self) -> StepData:
-        """The job's data at this rank's place: an iterator for `steps`, one `next` per step."""
+    def data(self, split: str = "train") -> StepData:
+        """The job's data at this rank's place: an iterator for `steps`, one `next` per step.
+
+        Raises:
+            MisuseError: another split than "train"; they come later.
+        """
+        if split != "train":
+            raise failures.MisuseError(
+                f'run.data("{split}") comes later; for now build a surefoot.loader.Loader of your own for it'
+            )
         with self.within("data"):
             make = entry.resolve(self.spec.program.data, key="program.data")
             mix, pack = make(dict(self.params))
