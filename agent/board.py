@@ -42,6 +42,8 @@ class RankLife:
     """None between the order and the zygote's answer."""
     writer: asyncio.StreamWriter | None = None
     connected: bool = False
+    hung_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all that it said over its connection was heard."""
     phase: wire.Phase = "start"
     step: int = 0
     loss: float | None = None
@@ -50,6 +52,8 @@ class RankLife:
     finished: bool = False
     ending: bool = False
     """The agent is ending it: its exit is a teardown."""
+    exit_seen: bool = False
+    """Its process has ended; `exit` follows when its last words were heard."""
     exit: wire.ExitReport | None = None
 
     @property

@@ -73,6 +73,9 @@ RENDEZVOUS_S = 120.0
 FETCH_TRIES = 3
 """A peer whose snapshot server is just being replaced deserves another try; one that is gone is the controller's matter."""
 
+HEAR_OUT_S = 0.1
+"""From a rank's exit to the end of its connection; both are the same act of the kernel."""
+
 OWN_SLOTS = 3
 """Slots looked at for a fetched snapshot: a rank's pool has as many (pool.py), so it will find it there."""
 
@@ -147,6 +150,7 @@ class Follower:
         """The newest generation whose ranks were ordered; none is ordered twice, and no older one any more."""
         self._store_host: WatchedProcess | None = None
         self._store_up: asyncio.Future[StoreUpMsg] | None = None
+        self._note_tasks: set[asyncio.Task[None]] = set()
         self._store_node_status: wire.NodeStatus | None = None
         self._status_news = asyncio.Event()
 
@@ -530,14 +534,20 @@ class Follower:
 
     def _rank_exited(self, process: WatchedProcess) -> None:
         life = next((x for x in self._board.ranks.values() if x.process is process), None)
-        if life is None or life.exit is not None or process.status is None:
-            return
-        verdict = life.note_exit(process.status)
+        if life is not None and process.status is not None and not life.exit_seen:
+            life.exit_seen = True
+            task = asyncio.create_task(self._note_exit(life, process.status))
+            self._note_tasks.add(task)
+            task.add_done_callback(self._note_tasks.discard)
+
+    async def _note_exit(self, life: RankLife, wait_status: int) -> None:
+        await _hear_out(life)
+        verdict = life.note_exit(wait_status)
         history.note(
             "rank_exit",
             generation=life.generation,
             rank=life.rank,
-            pid=process.pid,
+            pid=life.pid,
             role=verdict.role,
             how=verdict.words,
         )
@@ -553,3 +563,19 @@ class Follower:
         if not life.ending:  # else _end_former looks, once all have gone
             self._board.set_own_images(life.rank, list(self._parts.folder.images("own", life.rank)))
         self._board.changed(urgent=not life.ending)
+
+
+async def _hear_out(life: RankLife) -> None:
+    """A rank's last words lie in its socket when its exit is seen: hear them first, they say why it ended.
+
+    The socket closes with the process, unless a child of the rank holds it open too; then what lies there is read after
+    a few turns of the loop all the same.
+    """
+    if not life.connected or life.ending:
+        return
+    try:
+        async with asyncio.timeout(HEAR_OUT_S):
+            await life.hung_up.wait()
+    except TimeoutError:
+        for _ in range(3):
+            await asyncio.sleep(0)

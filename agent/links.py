@@ -143,6 +143,7 @@ class RankServer:
                 self._listener.rank_said(life, _decode_rank(line))
         finally:
             life.writer = None
+            life.hung_up.set()
             self._listener.rank_hung_up(life)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from stand_in_images import slot_nbytes, write_image
 
 
 def nothing() -> int:
@@ -57,3 +61,174 @@ def gloo_job() -> int:
     Path(os.environ["RESULT"] + os.environ["RANK"]).write_text(str(total.item()))
     dist.destroy_process_group()
     return 0
+
+
+# ---------------------------------------------------------------- a rank that speaks the agent's protocol, without torch
+
+
+class Link:
+    """A blocking connection to the agent."""
+
+    def __init__(self) -> None:
+        from surefoot.controller import wire
+
+        self.wire = wire
+        self.generation = int(os.environ["SUREFOOT_GENERATION"])
+        self.rank = int(os.environ["RANK"])
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(os.environ["SUREFOOT_AGENT_SOCKET"])
+        self.file = self.sock.makefile("rb")
+        token = (
+            os.environ.get("STAND_IN_TOKEN") or Path(os.environ["SUREFOOT_TOKEN_FILE"]).read_text().strip()
+        )
+        generation = int(os.environ.get("STAND_IN_GENERATION") or self.generation)
+        self.send(wire.HelloMsg(token=token, generation=generation, rank=self.rank, pid=os.getpid()))
+        self.start = self.expect(wire.StartMsg)
+
+    def send(self, message: Any) -> None:
+        self.sock.sendall(self.wire.encode(message) + b"\n")
+
+    def expect(self, *kinds: Any) -> Any:
+        """The next message of one of these kinds; others are dropped. The agent's end ends us."""
+        while True:
+            line = self.file.readline()
+            if not line:
+                os._exit(77)
+            message = self.wire.decode(self.wire.AgentToRank, line)
+            if isinstance(message, kinds):
+                return message
+
+
+ROW_NBYTES = 10_000
+
+
+def train_in_images() -> int:
+    """Step through snapshots as a session does: pool, stage, wait for the copy; commit every `every_steps`.
+
+    The step time, the last step and faults come from ``params`` of the job file: {step_s, hang_at, raise_at, kill_at, workers}.
+    """
+    from surefoot.agent.slots import mapped
+    from surefoot.ckpt.tiers import verify_image
+    from surefoot.controller.spec import load_spec
+
+    link = Link()
+    wire, plan, rank = link.wire, link.start.plan, link.rank
+    spec = load_spec(os.environ["SUREFOOT_JOB"])
+    params = spec.program.params
+    faults = params if plan.generation == 1 else {}
+    begun = plan.start.step
+    if link.start.restore_path is not None:
+        with mapped(Path(link.start.restore_path)) as view:
+            info = verify_image(view)
+        assert (info.rank, info.generation, info.step) == (rank, plan.start.generation, plan.start.step)
+        print(f"restored generation {info.generation} step {info.step} from {link.start.restore_path}")
+    link.send(wire.PoolMsg(slot_bytes=slot_nbytes(ROW_NBYTES), slots=3))
+    pool = link.expect(wire.PoolReadyMsg)
+    print(f"pool holds {pool.held}")
+    held = {slot: step for slot, step in pool.held.items() if step == begun}
+    for step in range(begun + 1, spec.job.steps + 1):
+        link.send(wire.PhaseMsg(phase="step", step=step))
+        time.sleep(params.get("step_s", 0.01))
+        _strike(faults, step, rank)
+        free = [k for k in range(3) if held.get(k, -1) < step - 1 and (k not in held or step > begun + 2)]
+        slot = min(free, key=lambda k: held.get(k, -1))
+        with mapped(Path(pool.paths[slot]), write=True) as view:
+            write_image(
+                view,
+                rank=rank,
+                world_size=plan.world_size,
+                generation=plan.generation,
+                step=step,
+                row_nbytes=ROW_NBYTES,
+            )
+        held[slot] = step
+        due = step % spec.checkpoint.every_steps == 0 or step == spec.job.steps
+        attempt = f"g{plan.generation}s{step}" if due else None
+        link.send(wire.SnapshotMsg(step=step, slot=slot, attempt=attempt))
+        link.send(wire.StepMsg(step=step, loss=float(step).hex(), step_s=0.01))
+        link.expect(wire.ReplicatedMsg)
+        if step == spec.job.steps:
+            committed = link.expect(wire.CommittedMsg)
+            print(f"committed: {committed}")
+            assert committed.failure == ""
+    link.send(wire.DoneMsg(step=spec.job.steps))
+    return 0
+
+
+def _strike(faults: Any, step: int, rank: int) -> None:
+    """Rank 0 fails as ordered; the others wait for it, as in a collective."""
+    if step not in (faults.get("raise_at"), faults.get("kill_at"), faults.get("hang_at")):
+        return
+    if rank == 0 and step == faults.get("raise_at"):
+        raise RuntimeError("as ordered")
+    if rank == 0 and step == faults.get("kill_at"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def wait_with_workers() -> int:
+    """A rank with four workers: a plain one, one re-parented to init, one in a group of its own, one stuck in a pipe."""
+    link = Link()
+    pids = [_plain(), _orphan(), _own_group(), _stuck_in_a_pipe()]
+    Path(os.environ["SUREFOOT_JOB"]).with_name(f"workers-{os.environ['SUREFOOT_GENERATION']}").write_text(
+        " ".join(map(str, [os.getpid(), *pids]))
+    )
+    link.send(link.wire.PhaseMsg(phase="step", step=1))
+    signal.pause()
+    return 0
+
+
+def wait_for_stop() -> int:
+    """A rank that takes its time to leave when it is told to."""
+    link = Link()
+    link.send(link.wire.PhaseMsg(phase="step", step=1))
+    stop = link.expect(link.wire.StopMsg)
+    print(f"told to stop: {stop.reason}, {stop.grace_s:g} s")
+    time.sleep(float(os.environ.get("STAND_IN_LEAVES_AFTER", "0.3")))
+    print("left in good order")
+    return 0
+
+
+def _plain() -> int:
+    pid = os.fork()
+    if pid == 0:
+        _pause_for_ever()
+    return pid
+
+
+def _orphan() -> int:
+    reader, writer = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            _pause_for_ever()
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    os.waitpid(middle, 0)
+    return int(os.read(reader, 20))
+
+
+def _own_group() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        _pause_for_ever()
+    return pid
+
+
+def _stuck_in_a_pipe() -> int:
+    _, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            os.write(writer, b"x" * 65536)
+    return pid
+
+
+def _pause_for_ever() -> None:
+    for sig in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(sig, signal.SIG_IGN)
+    while True:
+        signal.pause()
