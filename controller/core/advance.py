@@ -255,6 +255,8 @@ def _object_store_failed(d: Draft, event: ObjectStoreUnavailable | ObjectStoreDe
     if periodic and d.s.mind is Mind.RUNNING:
         d.turn(Turn.STORE_LOST)
         d.report("store", f"commits are on hold, ranks go on: {event.detail}")
+    if _is_the_end(d, event.op):
+        closing.outcome_failed(d)
     ending.store_failed(d, event.op)
     forming.store_failed(d, event)
 

@@ -1,0 +1,263 @@
+"""Carries out what the core decides. Every decision with an `op` is answered by exactly one event that bears it.
+
+Nothing here decides. Store operations run in a small pool of threads; each of them looks whether this controller still leads
+before it begins, and the fenced ones are refused by etcd where it does not. What could not be known is told as unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from surefoot import history
+from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.record import (
+    Record,
+    RecordTakenError,
+    create_record,
+    list_manifests,
+    list_records,
+    read_record,
+    record_key,
+)
+from surefoot.ckpt.store import (
+    ObjectStore,
+    ObjectStoreDeniedError,
+    ObjectStoreError,
+    ObjectUnknownError,
+)
+from surefoot.controller import wire
+from surefoot.controller.core import decisions as dec
+from surefoot.controller.core import events as ev
+from surefoot.controller.election import Leadership
+from surefoot.controller.journal import Journal
+from surefoot.controller.keys import Keys
+from surefoot.controller.probes import probe_all
+from surefoot.controller.store import (
+    CoordError,
+    CoordStore,
+    CoordUnknownError,
+    CreatedAt,
+    Delete,
+    Put,
+)
+from surefoot.failpoint import failpoint
+
+log = logging.getLogger(__name__)
+
+INCIDENTS_MAX = 50
+"""Incidents kept in etcd (docs/protocol.md); all of them are in the object store."""
+
+D = TypeVar("D")
+
+Post = Callable[[Iterable[ev.Event]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What effects are made with."""
+
+    store: CoordStore
+    objects: ObjectStore
+    keys: Keys
+    job: str
+    token: str
+    """The job's token, for probes."""
+    journal: Journal
+
+
+class Records:
+    """The records read so far: they never change, so each is read once."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[Record, str]] = {}
+
+    def all(self) -> tuple[dict[int, Record], dict[int, str]]:
+        """Every record there is, and the hash of each one's bytes. Raises: CkptError, ObjectStore…Error."""
+        generations = list_records(self._objects)
+        for generation in generations:
+            if generation not in self._known:
+                record, data = read_record(self._objects, generation)
+                with self._lock:
+                    self._known[generation] = (record, wire.digest(data))
+        found = {g: self._known[g] for g in generations}
+        return {g: r for g, (r, _) in found.items()}, {g: h for g, (_, h) in found.items()}
+
+
+class Effects:
+    """The hands of one controller for the length of one term."""
+
+    def __init__(self, means: Means, records: Records, leadership: Leadership, post: Post) -> None:
+        self._means, self._records, self._leadership, self._post = means, records, leadership, post
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="effects")
+        self._probes = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probes")
+        self._diary = ThreadPoolExecutor(max_workers=1, thread_name_prefix="incidents")
+        """One thread: versions of an incident are written in their order."""
+
+    def stop(self) -> None:
+        """No more effects; what is under way comes to its end by itself."""
+        for pool in (self._pool, self._probes, self._diary):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def finish(self) -> None:
+        """Wait for the incidents that are still to be written, and end."""
+        self._diary.shutdown(wait=True)
+        self.stop()
+
+    def perform(self, decision: dec.Decision) -> None:
+        """Begin to carry it out; never blocks. FollowWorld, StepDown and Report are the loop's own."""
+        match decision:
+            case dec.ProbeNodes():
+                self._probes.submit(self._probe, decision)
+            case dec.CreateRecord():
+                self._submit(decision.op, self._create_record, decision)
+            case dec.ListLineage():
+                self._submit(decision.op, self._list_lineage, decision)
+            case dec.PublishPlan():
+                self._submit(decision.op, self._publish, decision)
+            case dec.ReadPlan():
+                self._submit(decision.op, self._read_plan, decision)
+            case dec.WriteOutcome():
+                self._submit(decision.op, self._write_outcome, decision)
+            case dec.OpenIncident() | dec.UpdateIncident():
+                self._means.journal.incident(decision.incident)
+                self._diary.submit(self._write_incident, decision.incident, decision.token)
+            case dec.FollowWorld() | dec.StepDown() | dec.Report():
+                pass
+
+    def _submit(self, op: int, work: Callable[[D], ev.Event], decision: D) -> None:
+        def run() -> None:
+            if not self._leadership.alive():
+                return  # the term is over: nobody waits for the answer
+            try:
+                event = work(decision)
+            except Exception as e:
+                # A bug of ours or a failure that no store has a name for: the stage must not wait for ever.
+                log.exception("%s failed", type(decision).__name__)
+                event = ev.ObjectStoreUnavailable(op=op, detail=f"{type(decision).__name__} failed: {e!r}")
+            self._post([event])
+
+        self._pool.submit(run)
+
+    # ---- probes
+
+    def _probe(self, decision: dec.ProbeNodes) -> None:
+        probe_all(
+            decision.targets,
+            op=decision.op,
+            job=self._means.job,
+            token=self._means.token,
+            deadline_s=decision.deadline_s,
+            tell=lambda outcome: self._post([outcome]),
+        )
+
+    # ---- the object store
+
+    def _create_record(self, decision: dec.CreateRecord) -> ev.Event:
+        op, generation = decision.op, decision.record.generation
+        failpoint("plan.before_record")
+        try:
+            data = create_record(self._means.objects, decision.record)
+        except RecordTakenError as e:
+            return ev.RecordTaken(op=op, generation=e.generation)
+        except ObjectUnknownError as e:
+            return ev.RecordUnknown(op=op, generation=generation, detail=str(e))
+        except (ObjectStoreError, CkptError) as e:
+            # Read back or created, it may stand by now: a creation that failed half-way is never "nothing was done".
+            return (
+                ev.ObjectStoreDenied(op=op, detail=str(e))
+                if isinstance(e, ObjectStoreDeniedError)
+                else ev.RecordUnknown(op=op, generation=generation, detail=str(e))
+            )
+        failpoint("plan.after_record")
+        return ev.RecordCreated(
+            op=op, generation=generation, hash=wire.digest(data), location=record_key(generation)
+        )
+
+    def _list_lineage(self, decision: dec.ListLineage) -> ev.Event:
+        op = decision.op
+        try:
+            manifests = list_manifests(self._means.objects)
+            # Records after manifests: a generation has its record before its first manifest, so whatever manifest was
+            # listed, its record is listed too.
+            records, hashes = self._records.all()
+        except ObjectStoreDeniedError as e:
+            return ev.ObjectStoreDenied(op=op, detail=str(e))
+        except ObjectStoreError as e:
+            return ev.ObjectStoreUnavailable(op=op, detail=str(e))
+        except CkptError as e:
+            return ev.LineageDamaged(op=op, detail=str(e))
+        return ev.LineageListed(op=op, records=records, hashes=hashes, manifests=tuple(manifests))
+
+    # ---- etcd, fenced
+
+    def _publish(self, decision: dec.PublishPlan) -> ev.Event:
+        op, generation = decision.op, decision.pointer.generation
+        keys = self._means.keys
+        failpoint("plan.before_publish")
+        try:
+            with history.operation("publish_plan", generation=generation, token=decision.token) as result:
+                done = self._means.store.txn(
+                    [CreatedAt(keys.leader, decision.token)],
+                    # An outcome that stands here is a former run's: a plan in force and an end exclude each other.
+                    [Put(keys.plan, wire.encode(decision.pointer)), Delete(keys.outcome)],
+                )
+                result.update(published=done.succeeded, revision=done.revision)
+        except CoordUnknownError as e:
+            return ev.PlanUnknown(op=op, generation=generation, detail=str(e))
+        except CoordError as e:
+            return ev.CoordStoreUnavailable(op=op, detail=str(e))
+        failpoint("plan.after_publish_before_ack")
+        if not done.succeeded:
+            return ev.PlanRefused(op=op, generation=generation)
+        return ev.PlanPublished(op=op, generation=generation, revision=done.revision)
+
+    def _read_plan(self, decision: dec.ReadPlan) -> ev.Event:
+        try:
+            kv = self._means.store.get(self._means.keys.plan)
+        except CoordError as e:
+            return ev.CoordStoreUnavailable(op=decision.op, detail=str(e))
+        if kv is None:
+            return ev.PlanRead(op=decision.op, pointer=None, revision=0)
+        pointer = wire.decode(wire.PlanPointer, kv.value)
+        return ev.PlanRead(op=decision.op, pointer=pointer, revision=kv.mod_revision)
+
+    def _write_outcome(self, decision: dec.WriteOutcome) -> ev.Event:
+        op, keys = decision.op, self._means.keys
+        try:
+            with history.operation(
+                "write_outcome", state=decision.outcome.state, token=decision.token
+            ) as result:
+                done = self._means.store.txn(
+                    [CreatedAt(keys.leader, decision.token)],
+                    [Put(keys.outcome, wire.encode(decision.outcome))],
+                )
+                result["written"] = done.succeeded
+        except CoordUnknownError as e:
+            return ev.OutcomeUnknown(op=op, detail=str(e))
+        except CoordError as e:
+            return ev.CoordStoreUnavailable(op=op, detail=str(e))
+        return ev.OutcomeWritten(op=op) if done.succeeded else ev.OutcomeRefused(op=op)
+
+    def _write_incident(self, incident: wire.Incident, token: int) -> None:
+        """At best effort: the object store's copy is the durable one."""
+        keys = self._means.keys
+        try:
+            old = self._means.store.list(keys.incidents).items if not incident.closed else ()
+            others = [kv for kv in old if kv.key != keys.incident(incident.id)]
+            surplus = sorted(others, key=lambda kv: kv.create_revision)[: len(others) - INCIDENTS_MAX + 1]
+            self._means.store.txn(
+                [CreatedAt(keys.leader, token)],
+                [
+                    Put(keys.incident(incident.id), wire.encode(incident)),
+                    *(Delete(kv.key) for kv in surplus if len(others) >= INCIDENTS_MAX),
+                ],
+            )
+        except CoordError as e:
+            log.warning("incident %s is not in etcd, only in the object store: %s", incident.id, e)
