@@ -28,6 +28,7 @@ from surefoot.controller.store import (
     Put,
     Watch,
 )
+from surefoot.failpoint import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -208,6 +209,7 @@ class Registration:
     async def write_now(self) -> float:
         """One write; returns 0, or the pause before the next try where it failed."""
         self._changed = self._urgent = False
+        failpoint("heartbeat.before_put")
         info, status = self._info(), self._status()
         loop = asyncio.get_running_loop()
         try:
