@@ -153,7 +153,12 @@ class Board:
             generation=self.generation,
             state=self.state,
             rendezvous=self.rendezvous,
-            ranks=tuple(self.ranks[r].status(now) for r in sorted(self.ranks)),
+            # Ranks of the generation before are still being ended when this one begins: they are nobody's news.
+            ranks=tuple(
+                life.status(now)
+                for _, life in sorted(self.ranks.items())
+                if life.generation == self.generation
+            ),
             snapshots=decide.listed_snapshots(self.held()),
             committed=self.committed,
             start_failure=self.start_failure,

@@ -34,8 +34,8 @@ steps = {steps}
 root = "{root}"
 
 [program]
-train = "rank_stand_ins:nothing"
-data = "rank_stand_ins:nothing"
+train = "{program}:{train}"
+data = "{program}:{data}"
 preload = {preload}
 params = {params}
 
@@ -84,6 +84,9 @@ class AgentWorld:
             "budget": "100MB",
             "params": {},
             "preload": ["rank_stand_ins"],
+            "program": "rank_stand_ins",
+            "train": "train",
+            "data": "data",
         }
         values = defaults | settings
         values["params"] = (
@@ -91,7 +94,7 @@ class AgentWorld:
         )
         values["preload"] = json.dumps(values["preload"])
         self.job_file.write_text(JOB.format(job=job, root=self.root, **values))
-        self.ranks = values["ranks"]
+        self.ranks, self.nodes = values["ranks"], values["nodes"]
 
     def __enter__(self) -> Self:
         return self
