@@ -86,11 +86,15 @@ class FileObjectStore:
         try:
             yield
         except OSError as e:
-            raise _typed(e, f"{self.root}: cannot {what} {key}: {e.strerror or e}") from e
+            raise _typed(
+                e, f"{self.root}: cannot {what} {key}: {e.strerror or e}", creates=what == "create"
+            ) from e
 
 
-def _typed(e: OSError, said: str) -> ObjectStoreError:
+def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
     match e.errno:
+        case errno.ENOENT if creates:
+            return ObjectStoreDeniedError(f"{said}; no folder can be made there: choose another root")
         case errno.EEXIST:
             return ObjectExistsError(said)
         case errno.ENOENT:

@@ -82,6 +82,8 @@ _BY_CODE = {
     "RequestTimeout": Verdict.CUT_OFF,
     "InvalidRange": Verdict.PAST_END,
     "PermanentRedirect": Verdict.DENIED,
+    "ExpiredToken": Verdict.DENIED,
+    "InvalidToken": Verdict.DENIED,
     "AuthorizationHeaderMalformed": Verdict.DENIED,
     "InvalidBucketName": Verdict.NO_BUCKET,
 }

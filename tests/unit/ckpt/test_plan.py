@@ -1,0 +1,145 @@
+"""Who writes which box."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surefoot.ckpt.boxes import Box, intersect, whole
+from surefoot.ckpt.errors import CoverageError, StateError
+from surefoot.ckpt.manifest import TensorMeta
+from surefoot.ckpt.plan import (
+    ITEMSIZES,
+    SPLIT_NBYTES,
+    HeldTensor,
+    assign,
+    coalesce,
+    nbytes_of,
+    place,
+    prove_coverage,
+)
+
+
+def held(name: str, shape: tuple[int, ...], *boxes: Box, dtype: str = "float32") -> HeldTensor:
+    return HeldTensor(name=name, dtype=dtype, shape=shape, boxes=boxes)
+
+
+def replicated(name: str, shape: tuple[int, ...], dtype: str = "float32") -> HeldTensor:
+    return held(name, shape, whole(shape), dtype=dtype)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[list[HeldTensor]]:
+    """Tensors that are cut into rows held by some ranks each, large ones among them."""
+    ranks = draw(st.integers(1, 5))
+    found: list[list[HeldTensor]] = [[] for _ in range(ranks)]
+    for n in range(draw(st.integers(1, 5))):
+        shape = (draw(st.integers(1, 6)), draw(st.sampled_from([1, 3, SPLIT_NBYTES])))
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "bool", "float64"]))
+        edges = sorted({0, shape[0], *draw(st.sets(st.integers(0, shape[0]), max_size=3))})
+        boxes = [Box((a, 0), (b - a, shape[1])) for a, b in itertools.pairwise(edges)]
+        owners = [draw(st.sets(st.integers(0, ranks - 1), min_size=1)) for _ in boxes]
+        for rank in range(ranks):
+            mine = [b for b, who in zip(boxes, owners, strict=True) if rank in who]
+            found[rank].append(held(f"t{n}", shape, *mine, dtype=dtype))
+    return found
+
+
+@given(layouts())
+def test_every_element_is_written_once_and_every_rank_keeps_all_it_holds(
+    found: list[list[HeldTensor]],
+) -> None:
+    shares = assign(found)
+    metas = {t.name: TensorMeta(dtype=t.dtype, shape=t.shape) for t in found[0]}
+    prove_coverage(metas, (piece for s in shares for piece in s.written))
+    for layout, share in zip(found, shares, strict=True):
+        for tensor in layout:
+            for box in tensor.boxes:
+                parts = [
+                    b for n, b in (*share.written, *share.kept) if n == tensor.name and intersect(b, box) == b
+                ]
+                assert sum(p.numel for p in parts) == box.numel
+    assert assign(found) == shares
+
+
+def test_a_large_replica_is_split_and_small_ones_are_dealt() -> None:
+    layout = [replicated("big", (64, SPLIT_NBYTES // 16)), *[replicated(f"s{i}", (10,)) for i in range(40)]]
+    shares = assign([layout] * 4)
+    metas = {t.name: TensorMeta(dtype=t.dtype, shape=t.shape) for t in layout}
+    load = [sum(nbytes_of(metas[n], b) for n, b in s.written) for s in shares]
+    assert max(load) - min(load) <= 40
+    assert all(any(n == "big" for n, _ in s.written) for s in shares)
+    assert all(len(s.shared) == len(layout) for s in shares)
+
+
+def test_a_tensor_without_elements_and_a_number() -> None:
+    shares = assign([[held("empty", (0, 4)), replicated("n", ())]] * 2)
+    assert [s.written for s in shares] == [(("n", Box((), ())),), ()]
+    assert shares[1].kept == (("n", Box((), ())),)
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "words"),
+    [
+        pytest.param(
+            [[held("w", (4,), Box((0,), (2,)))], [held("w", (4,), Box((1,), (3,)))]],
+            CoverageError,
+            r"w of shape \[4\]: element \[1\] is covered 2 times, by the boxes \[0:2\], \[1:4\]",
+            id="overlap",
+        ),
+        pytest.param(
+            [[held("w", (4,), Box((0,), (2,)))], [held("w", (4,))]],
+            CoverageError,
+            r"element \[2\] is covered 0 times, by no box",
+            id="hole",
+        ),
+        pytest.param(
+            [[replicated("w", (4,))], [replicated("w", (5,))]],
+            StateError,
+            r"w is float32\[5\] on rank 1 and float32\[4\] on rank 0",
+            id="shapes differ",
+        ),
+        pytest.param(
+            [[replicated("w", (4,))], [replicated("w", (4,), "bfloat16")]],
+            StateError,
+            "bfloat16",
+            id="types differ",
+        ),
+    ],
+)
+def test_refused(found: list[list[HeldTensor]], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        assign(found)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([("x", Box((0,), (1,)))], "no tensor of this checkpoint"),
+        ([("w", Box((0, 0), (1, 1)))], "no box of a tensor"),
+        ([("w", Box((-1,), (5,)))], "no box of a tensor"),
+    ],
+)
+def test_foreign_pieces_are_named(pieces: list[tuple[str, Box]], words: str) -> None:
+    with pytest.raises(CoverageError, match=words):
+        prove_coverage({"w": TensorMeta(dtype="float32", shape=(4,))}, pieces)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(ITEMSIZES)), st.integers(1, 9)), max_size=12))
+def test_pieces_lie_aligned_without_holes(tensors: list[tuple[str, int]]) -> None:
+    metas = {f"t{i}": TensorMeta(dtype=d, shape=(n,)) for i, (d, n) in enumerate(tensors)}
+    placed, end = place(metas, ((name, whole(m.shape)) for name, m in metas.items()), 64)
+    at = 64
+    for p in placed:
+        assert p.at == at
+        assert at % ITEMSIZES[metas[p.name].dtype] == 0
+        at += nbytes_of(metas[p.name], p.box)
+    assert at == end
+
+
+def test_coalesce() -> None:
+    assert coalesce([5, 1, 2, 3, 3, 9], count_max=2) == [(1, 3), (3, 4), (5, 6), (9, 10)]
+    assert coalesce([], count_max=4) == []
