@@ -227,7 +227,7 @@ class Screen:
         self._told = 0
 
     def say(self, words: str) -> None:
-        self.console.print(words, highlight=False)
+        self.console.print(words, highlight=False, soft_wrap=True)
 
     @contextmanager
     def watching(self, title: str) -> Generator[Callable[[JobView, Injector | None], None]]:
@@ -245,12 +245,12 @@ class Screen:
             )
 
     def _print_news(self, view: JobView, injector: Injector | None) -> None:
-        for line in news(self._last, view):
-            self.say(f"  step {view.step:>3}  {line}")
         if injector is not None:
             for fired in injector.fired[self._told :]:
                 self.say(f"  step {fired.step:>3}  FAULT {fired.kind}: {fired.where}")
             self._told = len(injector.fired)
+        for line in news(self._last, view):
+            self.say(f"  step {view.step:>3}  {line}")
         self._last = view
 
     def _picture(self, title: str, view: JobView, injector: Injector | None) -> RenderableType:
@@ -296,7 +296,7 @@ def run_once(
     began = time.monotonic()
     with (
         screen.watching(f"{name} run") as show,
-        LocalRun(spec, job_file, controllers=2, keep=options.keep) as run,
+        LocalRun(spec, job_file, controllers=2, keep=folder if options.keep else None) as run,
     ):
         injector = Injector(run, schedule, options.world_size, morgue) if schedule else None
         if injector is not None:
