@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.record import ManifestRef, Record, list_manifests, list_records, read_record
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
 from surefoot.controller import view, wire
+from surefoot.controller.journal import read_incidents
 from surefoot.controller.keys import Keys
 from surefoot.controller.spec import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, KeyValue
@@ -76,13 +77,17 @@ class JobReader:
             incidents=tuple(self._incidents.values()),
             run_id=self._run_id,
         )
-        # etcd keeps the last few incidents only; what was seen once is remembered here.
+        # etcd keeps the last few incidents only; what was seen once is remembered.
         self._incidents.update({i.id: i for i in self._last.incidents})
         return self._last
 
-    def add_incidents(self, incidents: Mapping[str, wire.Incident]) -> None:
-        """Incidents of the journal; those that etcd holds win."""
-        self._incidents = {**incidents, **self._incidents}
+    def recall(self) -> None:
+        """Read the incidents of the journal, those that etcd has forgotten too.
+
+        Raises: ObjectStoreError.
+        """
+        if self._objects is not None:
+            self._incidents = {**read_incidents(self._objects), **self._incidents}
 
     def _list_keys(self, trouble: list[str]) -> Sequence[KeyValue] | None:
         if self._store is None:
@@ -106,6 +111,8 @@ class JobReader:
                 if generation not in self._records:
                     self._records[generation] = read_record(objects, generation)[0]
             self._manifests = list_manifests(objects)
+            if self._store is None:
+                self._incidents = read_incidents(objects)
         except (ObjectStoreError, CkptError) as e:
             trouble.append(str(e))
         self._listed_at = time.monotonic()
@@ -124,6 +131,8 @@ def read_once(
         newest = read_record(objects, generations[-1])[0] if generations else None
         facts = msgspec.structs.replace(facts, name=facts.name or _job_of(newest))
     reader = JobReader(facts, store=store, objects=objects)
+    if store is not None:
+        reader.recall()
     return reader.read(), reader.trouble
 
 

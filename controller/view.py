@@ -171,7 +171,7 @@ def observe(
         i.id: i for i in _read_all(wire.Incident, held, layout.incidents).values()
     }
     plans = _plans(records)
-    generation = pointer.generation if pointer else (max(records, default=0) if keys is None else 0)
+    generation = _generation_in_force(pointer, outcome, records, blind=keys is None)
     plan = plans.get(generation)
     committed, damage = _committed(records, manifests)
     leader = held.get(layout.leader)
@@ -205,6 +205,19 @@ def observe(
         losses=losses,
         outcome=outcome,
     )
+
+
+def _generation_in_force(
+    pointer: wire.PlanPointer | None,
+    outcome: wire.Outcome | None,
+    records: Mapping[int, Record],
+    *,
+    blind: bool,
+) -> int:
+    if pointer is not None:
+        return pointer.generation
+    # A root that was complete already gets its outcome without a plan.
+    return max(records, default=0) if blind or outcome is not None else 0
 
 
 def restored_from(plan: wire.Plan) -> Literal["nothing", "memory", "peer", "object_store"]:

@@ -17,7 +17,7 @@ from surefoot import marks
 
 sys.path.append(str(Path(__file__).parent))
 
-from homes import Home  # noqa: E402 (found by the line above)
+from homes import Home
 
 
 @pytest.fixture
