@@ -174,8 +174,8 @@ def kill_one(watch: Watch, rank: int, alive: Callable[[], object]) -> tuple[floa
     return killed_at, watch.until(lambda e: all_stepped(e, 2), alive, "the first step after the kill")
 
 
-def measure_surefoot(folder: Path, data: Path, rank: int) -> tuple[float, Parts]:
-    """One run under the local runner: seconds from signal to step, and where they went."""
+def measure_surefoot(folder: Path, data: Path, rank: int, keep: Path | None) -> tuple[float, Parts]:
+    """One run under the local runner: seconds from signal to step, and where they went. `keep` gets its logs."""
     job_file = folder / "job.toml"
     job_file.write_text(
         JOB.format(
@@ -186,7 +186,7 @@ def measure_surefoot(folder: Path, data: Path, rank: int) -> tuple[float, Parts]
         )
     )
     spec = parse_spec(job_file.read_text(), source=str(job_file))
-    with LocalRun(spec, job_file, base=folder) as run:
+    with LocalRun(spec, job_file, base=folder, keep=keep) as run:
         assert run.folder is not None
         watch = Watch(run.folder, "nodes/*/history/rank-*.jsonl")
         killed_at, stepped_at = kill_one(watch, rank, run.check)
@@ -228,12 +228,12 @@ def measure_torchrun(folder: Path, data: Path, rank: int) -> float:
 # ---------------------------------------------------------------- all of it
 
 
-def run_pairs(count: int, data: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def run_pairs(count: int, data: Path, keep: Path | None, say: Callable[[str], None]) -> list[dict[str, Any]]:
     pairs = []
     for i in range(count):
         rank = 1 + i % (WORLD - 1)
         with tempfile.TemporaryDirectory(prefix="sf-bench-") as folder:
-            surefoot_s, parts = measure_surefoot(_made(Path(folder) / "a"), data, rank)
+            surefoot_s, parts = measure_surefoot(_made(Path(folder) / "a"), data, rank, keep)
             torchrun_s = measure_torchrun(_made(Path(folder) / "b"), data, rank)
         say(f"pair {i + 1} of {count}, rank {rank}: surefoot {surefoot_s:.2f} s, torchrun {torchrun_s:.2f} s")
         pairs.append({"rank": rank, "surefoot_s": surefoot_s, "torchrun_s": torchrun_s, **asdict(parts)})
@@ -275,6 +275,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--quick", action="store_true", help="one pair only")
     parser.add_argument("--pairs", type=int, default=PAIRS, help=f"how many pairs (default {PAIRS})")
+    parser.add_argument("--keep", type=Path, help="a folder that gets logs and histories of Surefoot's runs")
     args = parser.parse_args()
 
     def say(words: str) -> None:
@@ -284,7 +285,7 @@ def main() -> int:
     try:
         here = machine()
         data = text.prepare(cache)
-        result = summary(run_pairs(1 if args.quick else args.pairs, data, say)) | {"machine": here}
+        result = summary(run_pairs(1 if args.quick else args.pairs, data, args.keep, say)) | {"machine": here}
     except (BenchError, text.PrepareError) as e:
         say(f"restart: {e}")
         return 1
