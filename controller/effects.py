@@ -208,7 +208,7 @@ class Effects:
                     # An outcome that stands here is a former run's: a plan in force and an end exclude each other.
                     [Put(keys.plan, wire.encode(decision.pointer)), Delete(keys.outcome)],
                 )
-                result.update(published=done.succeeded, revision=done.revision)
+                result.update(generation=generation, published=done.succeeded, revision=done.revision)
         except CoordUnknownError as e:
             return ev.PlanUnknown(op=op, generation=generation, detail=str(e))
         except CoordError as e:

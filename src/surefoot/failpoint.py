@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def _pass(name: str, arming: Arming | None) -> None:
     if arming.action == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     elif arming.action == "freeze":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this very thread: one sent to the process may reach another thread first, and this one would run on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif arming.action == "delay":
         time.sleep(arming.seconds)  # the fault itself, not a synchronisation
     else:

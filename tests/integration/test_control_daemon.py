@@ -159,16 +159,21 @@ def test_killed_leader(bed: Bed) -> None:
     until(lambda: toy.generation == 2, 5, f"generation 2; {bed.words()}")
 
 
-@pytest.mark.parametrize("point", ["plan.before_record", "plan.after_record", "plan.before_publish"])
-@pytest.mark.parametrize("standby", [True, False], ids=["standby_publishes", "nobody_publishes"])
-def test_woken_controller(bed: Bed, standby: bool, point: str) -> None:
+@pytest.mark.parametrize(
+    ("point", "standby"),
+    [
+        ("plan.before_record", True),
+        ("plan.after_record", True),
+        ("plan.before_publish", True),
+        ("plan.before_publish", False),
+    ],
+)
+def test_woken_controller(bed: Bed, point: str, standby: bool) -> None:
     """CTL-13: the leader is stopped in the middle of preparing a plan for longer than its lease, and woken.
 
     With a standby that has published meanwhile, and without one: each write is refused (or is a record, which makes the
     leader form the next generation), it steps down within 2 s, and the history tells.
     """
-    if point != "plan.before_publish" and not standby:
-        pytest.skip("the second run is about publishing")
     toy = bed.start("n0", "n1", steps=2000)
     # The first record and plan come up undisturbed; the second one, for the killed rank, is where it stops.
     frozen = bed.controller("a", SUREFOOT_CHAOS="1", SUREFOOT_FAILPOINTS=f"{point}=freeze@2")
