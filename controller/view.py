@@ -8,6 +8,7 @@ proves. rich is imported only where something is drawn.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -96,6 +97,8 @@ class GenerationView(_View, frozen=True, kw_only=True):
     start_step: int
     restored_from: Literal["nothing", "memory", "peer", "object_store"]
     reason: str
+    incident: str = ""
+    """The incident that it answers; empty where there is none."""
 
 
 class EventView(_View, frozen=True, kw_only=True):
@@ -438,6 +441,7 @@ def _generation(number: int, plan: wire.Plan | None, record: Record) -> Generati
         start_step=plan.start.step,
         restored_from=restored_from(plan),
         reason=plan.reason.detail or plan.reason.fault or plan.reason.kind.replace("_", " "),
+        incident=plan.reason.incident,
     )
 
 
@@ -446,14 +450,18 @@ def _generation_text(g: GenerationView) -> str:
     where = f" on {', '.join(g.members)}" if g.members else ""
     if g.kind == "burnt":
         return f"generation {g.generation} is burnt: {g.reason}"
-    return f"generation {g.generation}{where} {start}: {g.reason}"
+    why = f"answers {g.incident}" if g.incident else g.reason
+    return f"generation {g.generation}{where} {start}: {why}"
 
 
 def incident_text(incident: wire.Incident) -> str:
     """One line: what struck, what was done, and how long it took."""
     where = {"rank": "?" if incident.rank is None else incident.rank, "node": incident.node or "?"}
     what = _FAULTS.get(incident.fault, incident.fault.replace("_", " ")).format_map(where)
-    evidence = f" ({incident.evidence[0]})" if incident.evidence else ""
+    first = incident.evidence[0] if incident.evidence else ""
+    # The evidence names who and where as well: once is enough.
+    first = re.sub(rf"^rank {incident.rank} on {re.escape(incident.node)}\b( \(initiating\))?:? *", "", first)
+    evidence = f" ({first})" if first else ""
     answer = f"; {incident.decision}" if incident.decision else ""
     took = (
         f"; stepping again after {incident.first_step_s:.1f} s" if incident.first_step_s is not None else ""
@@ -579,14 +587,25 @@ def _running(plan: wire.Plan | None, nodes: Sequence[NodeView], led: bool) -> st
 
 
 def news(previous: JobView | None, current: JobView) -> list[str]:
-    """Lines for a log: what happened between two snapshots of a job."""
+    """Lines for a log: what happened between two snapshots of a job. Its outcome is left to whoever asked for the run."""
     seen = {event.text for event in previous.events} if previous else set()
-    lines = [event.text for event in current.events if event.text not in seen]
-    if current.phase in ("waiting", "starting", "forming") and (
-        previous is None or previous.now != current.now
-    ):
+    before = {i.id: i for i in previous.incidents} if previous else {}
+    told_apart = ("incident", "outcome")
+    lines = [line for i in current.incidents for line in _incident_news(before.get(i.id), i)]
+    lines += [e.text for e in current.events if e.kind not in told_apart and e.text not in seen]
+    if current.phase == "waiting" and (previous is None or previous.now != current.now):
         lines.append(current.now)
     return lines
+
+
+def _incident_news(before: wire.Incident | None, now: wire.Incident) -> list[str]:
+    """An incident is told once it is decided upon, and again when it is over."""
+    told = before is not None and bool(before.decision or before.closed)
+    if not told and (now.decision or now.closed):
+        return [f"{now.id}: {incident_text(now)}"]
+    if before is not None and before.first_step_s is None and now.first_step_s is not None:
+        return [f"{now.id}: stepping again {now.first_step_s:.1f} s after it was noticed"]
+    return []
 
 
 # ---------------------------------------------------------------- the picture

@@ -19,7 +19,7 @@ JOB = """
 [job]
 name = "{name}"
 steps = {steps}
-root = "{folder}/objects"
+root = "{folder}/objects-{name}"
 [program]
 train = "{module}:{train}"
 data = "cli_jobs:data"
@@ -81,9 +81,9 @@ def test_a_job_runs_to_its_end_and_again_is_done_at_once(home, write_job, here) 
     assert (seen["phase"], seen["step"], seen["generation"]) == ("done", 12, 1)
     assert home.left() == []
 
-    status = home.call("status", "--root", f"{home.folder}/objects", "--json")
+    status = home.call("status", "--root", f"{home.folder}/objects-tiny", "--json")
     assert json.loads(status.stdout)["committed"] == {"generation": 1, "step": 12}
-    ls = home.call("ckpt", "ls", f"{home.folder}/objects")
+    ls = home.call("ckpt", "ls", f"{home.folder}/objects-tiny")
     assert (ls.returncode, "12" in ls.stdout) == (0, True), ls.stderr
 
 
@@ -102,7 +102,7 @@ def test_a_killed_rank_is_told_by_status_events_and_why_without_etcd(home, write
     assert (incident["fault"], incident["rank"], incident["new_generation"]) == ("rank_exit", 0, 2)
     text = home.call("why", incident["id"], job).stdout
     assert "signal 9" in text or "SIGKILL" in text
-    assert incident["id"] in home.call("events", "--root", f"{home.folder}/objects").stdout
+    assert incident["id"] in home.call("events", "--root", f"{home.folder}/objects-tiny").stdout
 
 
 def test_a_training_function_that_raises_ends_the_job_with_its_error(home, write_job, here) -> None:

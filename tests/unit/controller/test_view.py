@@ -328,6 +328,29 @@ def test_news_tells_each_thing_once() -> None:
     assert view.news(first, second) == ["generation 1 on n0, n1 from the beginning: first start"]
 
 
+def test_news_of_an_incident_come_with_its_decision_and_with_its_end() -> None:
+    stages = [
+        {},
+        {"decision": "restart"},
+        {"decision": "restart", "first_step_s": 1.3, "closed": True},
+    ]
+    told: list[list[str]] = []
+    before = observe(running(), plan(1))
+    for stage in stages:
+        incident = wire.Incident(
+            id="i1", fault="rank_exit", cause="infrastructure", generation=1, step=23, node="n1", rank=2,
+            evidence=("rank 2 on n1 (initiating): signal 9",), **stage,
+        )  # fmt: skip
+        now = observe([*running(), put(KEYS.incident("i1"), incident)], plan(1))
+        told.append(view.news(before, now))
+        before = now
+    assert told == [
+        [],
+        ["i1: step 23: rank 2 on n1 died (signal 9); restart"],
+        ["i1: stepping again 1.3 s after it was noticed"],
+    ]
+
+
 def test_sparkline() -> None:
     assert view.sparkline([], 10) == ""
     assert view.sparkline([1.0], 10) == "▁"
