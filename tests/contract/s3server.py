@@ -26,6 +26,10 @@ START_S = 30.0
 """Up in 4 s alone; the first PUT may take 7 s more, and the machine may be busy."""
 
 
+TRIES = 3
+FIRST_PORT, PORTS = 12000, 20000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Server:
     """Where it listens. Its process is `pid`."""
@@ -59,18 +63,39 @@ def run_s3(folder: Path, *, bucket: str) -> Iterator[S3Server]:
     executable = weed()
     if executable is None:
         raise RuntimeError("no `weed`: install the extra surefoot[test]")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "s3.json").write_text(json.dumps(_identities()))
-    port, command = _command(executable, folder)
-    with open(folder / "weed.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, preexec_fn=_die_with_parent)
+    process, server = _start(executable, folder, bucket)
     try:
-        server = S3Server(endpoint=f"http://127.0.0.1:{port}", pid=process.pid)
-        _await_put(server, process, bucket, folder / "weed.log")
         yield server
     finally:
         process.kill()
         process.wait()
+
+
+def _start(executable: str, folder: Path, bucket: str) -> tuple[subprocess.Popen[bytes], S3Server]:
+    """Somebody else may take a port between our look and the server's bind: then once more, with others and a new folder."""
+    for attempt in range(TRIES):
+        state = folder / f"try{attempt}"
+        state.mkdir(parents=True)
+        (state / "s3.json").write_text(json.dumps(_identities()))
+        port, command = _command(executable, state, attempt)
+        with open(state / "weed.log", "wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=state, preexec_fn=_die_with_parent
+            )
+        server = S3Server(endpoint=f"http://127.0.0.1:{port}", pid=process.pid)
+        try:
+            if _takes_puts(server, process, bucket):
+                return process, server
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        process.kill()
+        process.wait()
+    tail = (state / "weed.log").read_text(errors="replace")[-2000:]
+    raise RuntimeError(
+        f"weed (exit {process.returncode}) did not come up in {TRIES} tries; end of its log:\n{tail}"
+    )
 
 
 def _identities() -> dict[str, object]:
@@ -79,8 +104,8 @@ def _identities() -> dict[str, object]:
     return {"identities": [{"name": "t", "credentials": credentials, "actions": actions}]}
 
 
-def _command(executable: str, folder: Path) -> tuple[int, list[str]]:
-    ports = _free_ports(8)
+def _command(executable: str, folder: Path, attempt: int) -> tuple[int, list[str]]:
+    ports = _free_ports(8, attempt)
     names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
     names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
     options = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
@@ -91,15 +116,21 @@ def _command(executable: str, folder: Path) -> tuple[int, list[str]]:
     return ports[6], command
 
 
-def _free_ports(n: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+def _free_ports(n: int, attempt: int) -> list[int]:
+    """Ports below the range from which the kernel gives to outgoing connections (32768 on): none of those can take one."""
+    start = FIRST_PORT + (os.getpid() * 97 + attempt * 1009) % PORTS
+    found: list[int] = []
+    for offset in range(PORTS):
+        port = FIRST_PORT + (start - FIRST_PORT + offset) % PORTS
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == n:
+            return found
+    raise RuntimeError(f"fewer than {n} free ports between {FIRST_PORT} and {FIRST_PORT + PORTS}")
 
 
 def _die_with_parent() -> None:
@@ -107,17 +138,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _await_put(server: S3Server, process: subprocess.Popen[bytes], bucket: str, log: Path) -> None:
-    """Ready means that an object was stored: listening comes seconds earlier."""
+def _takes_puts(server: S3Server, process: subprocess.Popen[bytes], bucket: str) -> bool:
+    """Ready means that an object was stored: listening comes seconds earlier. False where it ends, or takes too long."""
     give_up = time.monotonic() + START_S
     while time.monotonic() < give_up and process.poll() is None:
         if _listens(server.endpoint) and _put_works(server, bucket):
-            return
+            return True
         time.sleep(0.1)
-    tail = log.read_text(errors="replace")[-2000:]
-    raise RuntimeError(
-        f"weed (exit {process.poll()}) took no PUT within {START_S} s; end of its log:\n{tail}"
-    )
+    return False
 
 
 def _listens(endpoint: str) -> bool:

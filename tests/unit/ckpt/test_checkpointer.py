@@ -1,0 +1,303 @@
+"""`Checkpointer` in one process, on files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from surefoot import ckpt, failpoint
+from surefoot.ckpt.errors import (
+    CkptUserError,
+    CommitError,
+    DamagedError,
+    FencedError,
+    MemoryBudgetError,
+    StateError,
+    StepMissingError,
+)
+from surefoot.ckpt.generation import StaleStartError
+from surefoot.ckpt.record import Record, StartRef, create_record, read_records
+from surefoot.ckpt.store import open_store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return (tmp_path / "root").as_uri()
+
+
+def build() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3)
+    return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "epoch": 0}
+
+
+def train(state: dict[str, Any]) -> float:
+    loss = state["model"](torch.ones(2, 4)).square().sum()
+    loss.backward()
+    state["optim"].step()
+    state["optim"].zero_grad()
+    state["epoch"] += 1
+    return loss.item()
+
+
+def flip(root: str, step: int) -> str:
+    """Flip one bit of a step's data; returns the object's name."""
+    (path,) = Path(root.removeprefix("file://")).glob(f"gen-*/step-{step:010d}/*/r00000-0.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+    return path.name
+
+
+def test_resume_goes_on_bit_for_bit(root: str) -> None:
+    state = build()
+    losses: list[float] = []
+    with ckpt.Checkpointer(root) as c:
+        assert c.load(state) is None
+        for step in range(1, 5):
+            losses.append(train(state))
+            c.save(step, state, cursor={"at": step})
+    resumed = build()
+    with ckpt.Checkpointer(root) as c:
+        loaded = c.load(resumed, step=2)
+        assert loaded is not None
+        assert (loaded.step, loaded.cursor, resumed["epoch"]) == (2, {"at": 2}, 2)
+        assert [train(resumed), train(resumed)] == losses[2:]
+
+
+def test_each_start_is_a_generation_and_steps_beyond_leave_the_lineage(root: str) -> None:
+    state = build()
+    with ckpt.Checkpointer(root) as c:
+        for step in (1, 2, 3):
+            c.save(step, state)
+    with ckpt.Checkpointer(root) as c:
+        c.load(state, step=2)
+        assert ckpt.steps(root) == [1, 2, 3], "a load alone changes nothing"
+        c.save(4, state).wait()
+    assert ckpt.steps(root) == [1, 2, 4]
+    records = read_records(open_store(root))
+    assert (records[2].start, records[2].rollback) == (StartRef(generation=1, step=2), True)
+
+
+def test_saving_without_loading_what_is_there(root: str) -> None:
+    ckpt.save(root, 5, build())
+    with ckpt.Checkpointer(root) as c, pytest.raises(StaleStartError, match="load first"):
+        c.save(6, build())
+    with ckpt.Checkpointer(root, start_over=True) as c:
+        c.save(1, build())
+    assert ckpt.steps(root) == [1]
+
+
+def test_every_and_keep(root: str) -> None:
+    state = build()
+    with ckpt.Checkpointer(root, every=2, keep=2, keep_every=6) as c:
+        for step in range(1, 13):
+            handle = c.save(step, state)
+            assert (handle.wait() is None) == (step % 2 == 1)
+    assert ckpt.steps(root) == [6, 10, 12]
+
+
+def test_what_changes_after_save_is_not_saved(root: str) -> None:
+    state = build()
+    with ckpt.Checkpointer(root) as c:
+        handle = c.save(1, state)
+        before = state["model"].weight.detach().clone()
+        with torch.no_grad():
+            state["model"].weight.add_(1)
+        handle.wait()
+    assert torch.equal(ckpt.read(root, 1, "model.weight"), before)
+
+
+def test_one_shot(root: str) -> None:
+    state = build()
+    manifest = ckpt.save(root, 1, state, cursor={"a": 1}, extra={"b": 2})
+    assert (manifest.generation, manifest.step) == (1, 1)
+    train(state)
+    ckpt.save(root, 2, state)
+    fresh = build()
+    loaded = ckpt.load(root, fresh)
+    assert loaded is not None
+    assert loaded.step == 2
+    assert torch.equal(fresh["model"].weight, state["model"].weight)
+    loaded = ckpt.load(root, fresh, step=1)
+    assert loaded is not None
+    assert (loaded.cursor, loaded.extra) == ({"a": 1}, {"b": 2})
+    with pytest.raises(CkptUserError, match="step 2 is not newer than step 2"):
+        ckpt.save(root, 2, state)
+
+
+def test_missing_steps_and_names(root: str) -> None:
+    assert ckpt.steps(root) == []
+    with pytest.raises(StepMissingError, match="no committed step 4"):
+        ckpt.load(root, build(), step=4)
+    ckpt.save(root, 1, build())
+    with pytest.raises(StepMissingError, match=r"similar names: .*model\.weight"):
+        ckpt.read(root, 1, "net.weight")
+    with pytest.raises(StepMissingError):
+        ckpt.verify(root, 3)
+
+
+def test_a_damaged_step_is_passed_over_and_kept(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = build()
+    with ckpt.Checkpointer(root) as c:
+        c.save(20, state)
+        c.save(40, state)
+    name = flip(root, 40)
+    with caplog.at_level(logging.WARNING), ckpt.Checkpointer(root) as c:
+        loaded = c.load(state)
+        assert loaded is not None
+        assert loaded.step == 20
+        assert loaded.passed_over[0][0] == 40
+        assert name in loaded.passed_over[0][1]
+        c.save(40, state).wait()
+    assert "step 40 is damaged" in caplog.text
+    assert [(m.generation, m.step) for m in _line(root)] == [(1, 20), (2, 40)]
+    assert not ckpt.verify(root, 40).problems
+    assert len(list(Path(root.removeprefix("file://")).glob("gen-0001/step-0000000040/manifest.json"))) == 1
+
+
+def _line(root: str) -> list[Any]:
+    from surefoot.ckpt.loading import find_line
+
+    return find_line(open_store(root))
+
+
+def test_a_damaged_step_that_was_asked_for(root: str) -> None:
+    ckpt.save(root, 20, build())
+    flip(root, 20)
+    with pytest.raises(DamagedError, match="block 0"):
+        ckpt.load(root, build(), step=20)
+    with pytest.raises(DamagedError, match="block 0"):
+        ckpt.load(root, build())
+    report = ckpt.verify(root, 20)
+    assert not report.ok
+    assert "r00000-0.safetensors" in report.problems[0]
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "garbage manifest"])
+def test_other_damage_is_found_as_well(root: str, damage: str) -> None:
+    ckpt.save(root, 20, build())
+    ckpt.save(root, 40, build())
+    folder = Path(root.removeprefix("file://"))
+    (data,) = folder.glob("gen-0002/*/*/*.safetensors")
+    if damage == "gone":
+        data.unlink()
+    elif damage == "short":
+        data.write_bytes(data.read_bytes()[:-1])
+    else:
+        next(folder.glob("gen-0002/*/manifest.json")).write_bytes(b'{"format": 1}')
+    loaded = ckpt.load(root, build())
+    assert loaded is not None
+    assert loaded.step == 20
+    assert ckpt.verify(root, 40).problems
+
+
+def test_a_manifest_from_the_future_is_no_reason_to_fall_back(root: str) -> None:
+    ckpt.save(root, 20, build())
+    ckpt.save(root, 40, build())
+    (path,) = Path(root.removeprefix("file://")).glob("gen-0002/*/manifest.json")
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2', 1))
+    with pytest.raises(Exception, match="format 2"):
+        ckpt.load(root, build())
+
+
+def test_errors_surface_at_the_next_call_and_the_next_save_works(root: str) -> None:
+    state = build()
+    c = ckpt.Checkpointer(root)
+    c.save(1, state).wait()
+    failpoint.arm(failpoint.parse("ckpt.before_part=error"))
+    try:
+        handle = c.save(2, state)
+        while not handle.done():
+            pass
+    finally:
+        failpoint.arm(None)
+    with pytest.raises(failpoint.FailpointError):
+        c.save(3, state)
+    c.save(3, state).wait()
+    c.close()
+    assert ckpt.steps(root) == [1, 3]
+
+
+def test_errors_surface_at_close(root: str) -> None:
+    failpoint.arm(failpoint.parse("upload.after_object=error"))
+    try:
+        with pytest.raises(failpoint.FailpointError), ckpt.Checkpointer(root) as c:
+            c.save(1, build())
+    finally:
+        failpoint.arm(None)
+    assert ckpt.steps(root) == []
+
+
+def test_another_error_is_not_hidden_by_close(root: str) -> None:
+    def script() -> None:
+        with ckpt.Checkpointer(root) as c:
+            c.save(1, build())
+            raise ZeroDivisionError
+
+    failpoint.arm(failpoint.parse("upload.after_object=error"))
+    try:
+        with pytest.raises(ZeroDivisionError):
+            script()
+    finally:
+        failpoint.arm(None)
+
+
+def test_fenced_by_another_start(root: str) -> None:
+    c = ckpt.Checkpointer(root)
+    c.save(1, build()).wait()
+    start = StartRef(generation=1, step=1)
+    create_record(open_store(root), Record(generation=2, start=start, reason="other", created_by="other"))
+    with pytest.raises(FencedError, match="generation 2 exists"):
+        c.save(2, build()).wait()
+    with pytest.raises(FencedError):
+        c.save(3, build())
+    with pytest.raises(CommitError):
+        c.save(3, build())
+    c.close()
+    assert ckpt.steps(root) == [1]
+
+
+def test_a_memory_budget(root: str) -> None:
+    with (
+        ckpt.Checkpointer(root, memory_budget=1000) as c,
+        pytest.raises(MemoryBudgetError, match="memory_budget is 1000"),
+    ):
+        c.save(1, build())
+
+
+def test_a_state_that_cannot_be_stored(root: str) -> None:
+    with ckpt.Checkpointer(root) as c:
+        with pytest.raises(StateError):
+            c.save(1, {"x": object()})
+        c.save(1, {"x": 1}).wait()
+    assert ckpt.steps(root) == [1]
+
+
+def test_lenient_load(root: str) -> None:
+    ckpt.save(root, 1, {"a": torch.ones(2), "b": 5})
+    state = {"a": torch.zeros(2), "c": 7}
+    loaded = ckpt.load(root, state, strict=False)
+    assert loaded is not None
+    assert loaded.missing == ("c",)
+    assert state["a"].tolist() == [1, 1]
+    assert state["c"] == 7
+
+
+@pytest.mark.parametrize(("options", "words"), [({"keep": 1}, "at least 2"), ({"every": 0}, "at least 1")])
+def test_options_are_checked(root: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ckpt.Checkpointer(root, **options)
+
+
+def test_the_public_names() -> None:
+    assert set(ckpt.__all__) <= set(dir(ckpt))
+    for name in ckpt.__all__:
+        assert getattr(ckpt, name) is not None
+    with pytest.raises(AttributeError, match="nothing_of_ours"):
+        _ = ckpt.nothing_of_ours  # pyright: ignore[reportAttributeAccessIssue]
