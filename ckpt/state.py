@@ -104,11 +104,7 @@ def _local_of(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
     if any(p.is_partial() for p in t.placements):
         raise StateError(f"{name}: a DTensor with partial sums has no values yet; redistribute it first")
     _require_plain(name, local)
-    shardings = tuple(
-        Sharding(p.dim % max(t.dim(), 1), mesh.size(i), coordinate[i], getattr(p, "split_factor", 1))
-        for i, p in enumerate(cast("Sequence[Any]", t.placements))
-        if not p.is_replicate()
-    )
+    shardings = _shardings(t, coordinate)
     held, expected = _sharded(tuple(t.shape), shardings)
     if tuple(local.shape) != expected:
         raise StateError(
@@ -116,6 +112,27 @@ def _local_of(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
             f"{list(expected)}: a shard of another form than torch's cannot be stored"
         )
     return local, held
+
+
+def _shardings(t: DTensor, coordinate: Sequence[int]) -> tuple[Sharding, ...]:
+    """How the mesh dimensions cut the tensor, in the order in which they were applied.
+
+    That is from left to right, except for what FSDP does to a tensor that is sharded on the same dimension already: its
+    strided shard stands left of the others and says by its factor, the number of their shards, that it cuts each of those.
+    Taken from left to right it would come out the same only where everything divides evenly.
+    """
+    order: list[Sharding] = []
+    for i, p in reversed(list(enumerate(cast("Sequence[Any]", t.placements)))):
+        if p.is_replicate():
+            continue
+        dim = p.dim % max(t.dim(), 1)
+        factor: int = getattr(p, "split_factor", 1)
+        right = math.prod(s.parts for s in order if s.dim == dim)
+        if factor > 1 and factor == right:
+            order.append(Sharding(dim, t.device_mesh.size(i), coordinate[i]))
+        else:
+            order.insert(0, Sharding(dim, t.device_mesh.size(i), coordinate[i], factor))
+    return tuple(order)
 
 
 @lru_cache(maxsize=65536)

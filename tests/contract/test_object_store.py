@@ -106,7 +106,8 @@ def test_keys_that_could_leave_the_root_are_refused(store: ObjectStore, key: str
 
 
 def test_of_sixteen_racing_creators_exactly_one_wins(store: ObjectStore) -> None:
-    for round_number in range(5):
+    # SeaweedFS makes racing clients wait for whole seconds now and then.
+    for round_number in range(1 if store.root.startswith("s3") else 5):
         key, outcomes = f"race/{round_number}", race(store, f"race/{round_number}", 16)
         winners = [i for i, won in enumerate(outcomes) if won]
         assert len(winners) == 1
