@@ -45,7 +45,9 @@ def reference(place: tuple[Path, Path]) -> RunEvidence:
 
 def survive(fault: Fault, reference: RunEvidence, place: tuple[Path, Path]) -> tuple[Fired, Verdict]:
     folder, data = place
-    disturbed, fired = demo.run_once(OPTIONS, fault.kind, folder, data, screen(), [fault])
+    # A name of its own is a root of its own: a run on another's root would resume it.
+    name = f"{fault.kind}-{fault.target}"
+    disturbed, fired = demo.run_once(OPTIONS, name, folder, data, screen(), [fault])
     expected = demo.expected_samples(data, OPTIONS.seed, STEPS)
     verdict = judge(reference, disturbed, fired, expected, world_size=OPTIONS.world_size, kinds=[fault.kind])
     assert verdict.failures == ()
