@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 FLUSH_S = 2.0
 """The journal in the object store is at most this far behind."""
 
+LAST_RETRY_S = 0.2
+"""The pace of retries of a controller that is leaving."""
+
 KEPT_BYTES_MAX = 16 << 20
 """What is kept while the object store is away: hours of an eventful job."""
 
@@ -145,6 +148,7 @@ class Journal:
         self._segment = 0
         self._wanted = threading.Event()
         self._stopped = False
+        self._stop_by_s = 0.0
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
@@ -153,6 +157,7 @@ class Journal:
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Store what is left, within the time."""
+        self._stop_by_s = time.monotonic() + timeout_s
         self._stopped = True
         self._wanted.set()
         if self._thread.is_alive():
@@ -182,22 +187,28 @@ class Journal:
     # ---- the thread
 
     def _run(self) -> None:
-        while True:
+        while not self._stopped:
             self._wanted.wait(FLUSH_S)
-            stopped = self._stopped
             self._wanted.clear()
-            try:
-                self._store_incidents()
-                self._store_lines()
-                self._failing = False
-            except ObjectStoreError as e:
-                if not self._failing:
-                    log.warning("the journal is not stored yet, it is kept and tried again: %s", e)
-                self._failing = True
-                if not stopped:
-                    time.sleep(FLUSH_S)  # the pace of retries; nobody waits for this thread
-            if stopped:
-                return
+            if not self._stored():
+                time.sleep(
+                    FLUSH_S if not self._stopped else 0
+                )  # the pace of retries; nobody waits for this thread
+        while not self._stored() and time.monotonic() < self._stop_by_s:
+            time.sleep(LAST_RETRY_S)  # likewise; whoever stops it waits no longer than it said
+
+    def _stored(self) -> bool:
+        """Store what there is to store; False if the object store did not take it."""
+        try:
+            self._store_incidents()
+            self._store_lines()
+        except ObjectStoreError as e:
+            if not self._failing:
+                log.warning("the journal is not stored yet, it is kept and tried again: %s", e)
+            self._failing = True
+            return False
+        self._failing = False
+        return True
 
     def _store_lines(self) -> None:
         with self._lock:

@@ -49,21 +49,38 @@ class ToyAgent:
         self.alive = True
         self.frozen: set[int] = set()
         self._server = _ProbeServer(self)
-        self._keeper = LeaseKeeper(job.store, ttl_s, on_lost=lambda _: None, rng=random.Random(7))
-        self._keeper.start()
-        keys = job.keys
+        self._ttl_s = ttl_s
+        self._register()
+
+    def _register(self) -> None:
+        """Under a fresh lease, as the same life."""
+        keeper = LeaseKeeper(self.job.store, self._ttl_s, on_lost=self._lease_lost, rng=random.Random(7))
+        keeper.start()
+        self._keeper = keeper
         info = wire.NodeInfo(
-            uid=uid,
+            uid=self.uid,
             incarnation=self.incarnation,
             host="127.0.0.1",
             control_port=self._server.port,
             flight_port=1,
             pid=os.getpid(),
-            slots=slots,
+            slots=self.slots,
             code_version="toy",
         )
-        job.store.put(keys.node(uid), wire.encode(info), self._keeper.lease)
+        self.job.store.put(self.job.keys.node(self.uid), wire.encode(info), keeper.lease)
         self.write()
+
+    def _lease_lost(self, reason: str) -> None:
+        def again() -> None:
+            while self.alive:
+                try:
+                    self._register()
+                except CoordError:
+                    time.sleep(0.1)  # the pace of retries
+                else:
+                    return
+
+        threading.Thread(target=again, daemon=True).start()
 
     def status(self) -> wire.NodeStatus:
         with self.job.lock:
