@@ -456,8 +456,10 @@ def _generation_text(g: GenerationView) -> str:
 
 def incident_text(incident: wire.Incident) -> str:
     """One line: what struck, what was done, and how long it took."""
-    where = {"rank": "?" if incident.rank is None else incident.rank, "node": incident.node or "?"}
-    what = _FAULTS.get(incident.fault, incident.fault.replace("_", " ")).format_map(where)
+    what = _FAULTS.get(incident.fault, incident.fault.replace("_", " "))
+    if incident.rank is None and "{rank}" in what:  # nobody knows whose fault a hang is
+        what = what.replace("rank {rank} on {node}", "the job")
+    what = what.format(rank=incident.rank, node=incident.node or "?")
     first = incident.evidence[0] if incident.evidence else ""
     # The evidence names who and where as well: once is enough.
     first = re.sub(rf"^rank {incident.rank} on {re.escape(incident.node)}\b( \(initiating\))?:? *", "", first)
