@@ -240,8 +240,11 @@ def _create_manifest(store: ObjectStore, manifest: Manifest, give_up: float) -> 
         if found is not None:
             mine = found.attempt == manifest.attempt
             return Committed(manifest=manifest) if mine else Lost(winner_attempt=found.attempt)
-        if unknown is not None and time.monotonic() > give_up:
-            raise unknown
+        if time.monotonic() > give_up:
+            raise unknown or ObjectUnknownError(
+                f"{store.root}: {key} is said to exist and cannot be read; whether it was committed is unknown"
+            )
+        time.sleep(FIRST_POLL_S)
 
 
 def _read_back(store: ObjectStore, key: str, unknown: ObjectUnknownError | None) -> Manifest | None:

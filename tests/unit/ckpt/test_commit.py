@@ -34,6 +34,7 @@ from surefoot.ckpt.record import Record, StartRef, create_record
 from surefoot.ckpt.restore import read_ledger, read_manifest
 from surefoot.ckpt.store import (
     MemoryObjectStore,
+    ObjectExistsError,
     ObjectStoreDeniedError,
     ObjectStoreUnavailableError,
     ObjectUnknownError,
@@ -200,6 +201,12 @@ def _committed(store: FaultyStore, attempt: str) -> None:
 def test_what_nobody_knows_is_raised(store: FaultyStore) -> None:
     store.script["manifest.json"] = ["lost"] * 100_000
     with pytest.raises(ObjectUnknownError):
+        save(store, 20)
+
+
+def test_a_manifest_that_is_said_to_exist_and_cannot_be_read(store: FaultyStore) -> None:
+    store.script["manifest.json"] = [ObjectExistsError("it exists")] * 100_000
+    with pytest.raises(ObjectUnknownError, match="cannot be read"):
         save(store, 20)
 
 
