@@ -274,7 +274,7 @@ class StepLoop:
             step=step,
             loss_sum=loss_sum,
             reports=reports,
-            replicated=max(replicated, self._start_in_memory()),
+            replicated=max(replicated, self._safe_from_the_start()),
             attempt=self.nonce() if self.facts.rank == 0 and (insist or self._due(step)) else 0,
             stop=stop,
         )
@@ -283,9 +283,10 @@ class StepLoop:
         failpoint("step.after_exchange")
         return judge(words, generation=generation, step=step, denominator=denominator)
 
-    def _start_in_memory(self) -> int:
-        """The starting point counts as replicated: every rank just restored it from a slot, or it is in the store."""
-        return self.facts.plan.start.step if self.facts.plan.start.tier != "nothing" else -1
+    def _safe_from_the_start(self) -> int:
+        """The starting point counts as replicated: all ranks have just restored it, from slots or the object store."""
+        start = self.facts.plan.start
+        return start.step if start.tier != "nothing" else -1
 
     def _due(self, step: int) -> bool:
         if self.pending is not None and self.link.peek(_take_answer(self.pending)) is not None:
