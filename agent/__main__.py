@@ -114,4 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_code = main()
+    # Everything is closed. A thread may still sit in a call to a store that does not answer, and nobody waits for it.
+    logging.shutdown()
+    os._exit(exit_code)

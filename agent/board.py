@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from surefoot.agent import decide, exits
+from surefoot.agent import decide, exits, linux
 from surefoot.agent.decide import HeldImage, Identity
 from surefoot.agent.processes import WatchedProcess
 from surefoot.controller import wire
@@ -52,6 +52,7 @@ class RankLife:
     finished: bool = False
     ending: bool = False
     """The agent is ending it: its exit is a teardown."""
+    oom_kills_before: int = field(default_factory=linux.out_of_memory_kills)
     exit_seen: bool = False
     """Its process has ended; `exit` follows when its last words were heard."""
     exit: wire.ExitReport | None = None
@@ -72,8 +73,11 @@ class RankLife:
     def note_exit(self, wait_status: int) -> exits.ExitVerdict:
         """Its process has ended: keep how."""
         words = exits.last_words(_tail(self.log_path))
+        out_of_memory = linux.out_of_memory_kills() > self.oom_kills_before
+        if out_of_memory:
+            words = f"{words}\n{exits.OUT_OF_MEMORY_NOTE}".lstrip()
         self.exit = exits.exit_report(wait_status, error=self.error, last_words=words, teardown=self.ending)
-        return exits.classify(self.exit, finished=self.finished)
+        return exits.classify(self.exit, finished=self.finished, out_of_memory=out_of_memory)
 
     def status(self, now: float) -> wire.RankStatus:
         return wire.RankStatus(

@@ -97,6 +97,7 @@ class Agent:
         )
         self._follower = Follower(self._follower_config(), self._follower_parts())
         self._slot_io = ThreadPoolExecutor(1, "slots")
+        self._other_io = ThreadPoolExecutor(4, "io")
         self._addresses: dict[str, PeerAddress] = {}
         self._objects: asyncio.Task[ObjectStore] | None = None
         self._watches: dict[str, KeyWatch] = {}
@@ -132,7 +133,7 @@ class Agent:
             loop.add_signal_handler(sig, self._told_to_leave, sig)
         # Before anything is started: what a former life left may hold ports, memory and devices.
         me = self._board.me
-        ended = await asyncio.to_thread(cleanup.end_predecessors, me.run_id, me.uid, me.incarnation)
+        ended = await self._in_thread(partial(cleanup.end_predecessors, me.run_id, me.uid, me.incarnation))
         if ended:
             log.warning("ended %d processes of a former life of this node", ended)
         await self._adopt()
@@ -157,7 +158,9 @@ class Agent:
 
     async def _adopt(self) -> None:
         """Take over what is whole of a former life's snapshots."""
-        adopted = await asyncio.get_running_loop().run_in_executor(self._slot_io, self._folder.adopt)
+        me = self._board.me
+        whose = f"{me.job}/{me.run_id}/{me.uid}"
+        adopted = await asyncio.get_running_loop().run_in_executor(self._slot_io, self._folder.adopt, whose)
         for image in adopted:
             if not image.replica:
                 self._board.own[image.path] = image
@@ -189,6 +192,7 @@ class Agent:
         except TimeoutError:
             log.info("the lease was not given back; it ends by itself")
         self._slot_io.shutdown(wait=False)
+        self._other_io.shutdown(wait=False)
         self._processes.close()
         history.close_history()
 
@@ -340,7 +344,7 @@ class Agent:
         try:
             for path in paths:
                 await loop.run_in_executor(self._slot_io, self._folder.reserve, path, wanted.slot_bytes)
-        except NodeError as e:
+        except (NodeError, OSError) as e:
             error = wire.ErrorReport(kind="startup", type=type(e).__name__, message=str(e))
             self._board.fail_start(
                 wire.StartFailure(
@@ -410,18 +414,21 @@ class Agent:
 
     def _open_objects(self) -> asyncio.Task[ObjectStore]:
         if self._objects is None or (self._objects.done() and self._objects.exception() is not None):
-            self._objects = asyncio.create_task(asyncio.to_thread(open_store, self._spec.job.root))
+            self._objects = asyncio.create_task(self._in_thread(partial(open_store, self._spec.job.root)))
             self._objects.add_done_callback(_heard)
         return self._objects
 
     async def _object_store(self) -> ObjectStore:
         return await asyncio.shield(self._open_objects())
 
+    async def _in_thread(self, blocking: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._other_io, blocking)
+
     async def _address_of(self, uid: str, look_again: bool) -> PeerAddress | None:
         """Where a node's snapshot server listens; with etcd away, what was known last."""
         if look_again or uid not in self._addresses:
             try:
-                value = await asyncio.to_thread(self._store.get, self._keys.node(uid))
+                value = await self._in_thread(partial(self._store.get, self._keys.node(uid)))
             except CoordError as e:
                 log.warning("cannot look up node %s: %s", uid, e)
                 return self._addresses.get(uid)
@@ -492,6 +499,7 @@ class Agent:
             rank_server=self._rank_server,
             open_store=self._object_store,
             address_of=self._address_of,
+            in_thread=self._in_thread,
             watch_store_node=self._watch_store_node,
         )
 

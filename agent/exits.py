@@ -54,6 +54,8 @@ Kind = Literal[
 Role = Literal["none", "initiating", "cascade", "teardown"]
 Whereabouts = Literal["collective", "data", "checkpoint", "code", "unknown"]
 
+OUT_OF_MEMORY_NOTE = "[agent] the kernel's out-of-memory killer struck on this node while the rank ran"
+
 LAST_WORDS_LINES = 20
 LAST_WORDS_CHARS = 2000
 """Enough for the tail of a traceback; the whole log stays on the node's disk. A status value stays small."""

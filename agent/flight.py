@@ -45,9 +45,11 @@ class SnapshotName(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     step: int
     nbytes: int = 0
+    in_force: int = 0
+    """A push: the generation that the sender follows. The snapshot may be older: its starting point is."""
     start_generation: int = 0
     start_step: int = 0
-    """A push: the starting point of its generation, which the receiver may not know yet."""
+    """A push: the starting point of that generation, which the receiver may not know yet."""
 
     def __str__(self) -> str:
         return f"the snapshot of rank {self.rank} at generation {self.generation}, step {self.step}"
@@ -98,12 +100,12 @@ class SnapshotShelf:
         Raises:
             TransferError: refused, damaged on its way, or no room.
         """
-        if name.generation < self._generation:
+        if name.in_force < self._generation:
             raise TransferError(
-                "refused", f"{name} is of the past: generation {self._generation} is in force"
+                "refused", f"{name} comes from generation {name.in_force}, and {self._generation} is in force"
             )
         with self._rank_locks[name.rank]:
-            if self._has_replica(name):
+            if self.has_replica(name):
                 # It was verified when it came. Writing it anew would take it away for a while, and it may be needed.
                 for _ in chunks:
                     pass
@@ -120,7 +122,7 @@ class SnapshotShelf:
             )
         self._on_change(self.replicas())
 
-    def _has_replica(self, name: SnapshotName) -> bool:
+    def has_replica(self, name: SnapshotName) -> bool:
         wanted = (name.rank, name.generation, name.step)
         return any((h.rank, *h.point) == wanted for h in self._replicas.values())
 
@@ -129,7 +131,7 @@ class SnapshotShelf:
         held = [self._replicas.get(p) for p in paths]
         index = slot_to_overwrite(
             [SlotView(index=k, point=h.point if h else None) for k, h in enumerate(held)],
-            generation=name.generation,
+            generation=name.in_force,
             start=(name.start_generation, name.start_step),
             incoming=(name.generation, name.step),
         )
@@ -231,6 +233,13 @@ class SnapshotFlightServer(flight.FlightServerBase):
             name = msgspec.json.decode(descriptor.command, type=SnapshotName)
             self._shelf.store(name, _chunks(reader))
 
+    def do_action(self, context: Any, action: Any) -> Any:
+        """``has``: whether a replica is here, so that it need not be sent."""
+        if action.type != "has":
+            raise NotImplementedError(f"no action {action.type!r}")
+        name = msgspec.json.decode(action.body.to_pybytes(), type=SnapshotName)
+        return iter([flight.Result(b"yes" if self._shelf.has_replica(name) else b"no")])
+
     def do_get(self, context: Any, ticket: Any) -> Any:
         with _errors_told():
             name = msgspec.json.decode(ticket.ticket, type=SnapshotName)
@@ -265,11 +274,22 @@ class SnapshotClient:
         self._clients: dict[tuple[str, int], flight.FlightClient] = {}
         self._lock = threading.Lock()
 
-    def push(self, peer: PeerAddress, image: Image, *, start: tuple[int, int], deadline_s: float) -> int:
+    def push(
+        self,
+        peer: PeerAddress,
+        image: Image,
+        *,
+        in_force: int,
+        start: tuple[int, int],
+        deadline_s: float,
+    ) -> int:
         """Put one of our snapshots into a replica slot of `peer`; it is verified there when this returns.
 
+        Args:
+            in_force: the generation that this node follows, and `start` its starting point.
+
         Returns:
-            The bytes sent.
+            The bytes sent; 0 where the peer had it already.
 
         Raises:
             TransferError
@@ -281,11 +301,14 @@ class SnapshotClient:
                 generation=image.generation,
                 step=image.step,
                 nbytes=nbytes,
+                in_force=in_force,
                 start_generation=start[0],
                 start_step=start[1],
             )
             with self._told(peer):
                 client = self._client(peer)
+                if (image.generation, image.step) == start and self._has(client, name, deadline_s):
+                    return 0
                 command = flight.FlightDescriptor.for_command(msgspec.json.encode(name))
                 writer, answers = client.do_put(command, _SCHEMA, self._options(deadline_s))
                 with writer:  # leaving it waits for the server's verdict
@@ -294,6 +317,11 @@ class SnapshotClient:
                     writer.done_writing()
                     answers.read()
         return nbytes
+
+    def _has(self, client: flight.FlightClient, name: SnapshotName, deadline_s: float) -> bool:
+        action = flight.Action("has", msgspec.json.encode(name))
+        answers = list(client.do_action(action, self._options(deadline_s)))
+        return bool(answers) and answers[0].body.to_pybytes() == b"yes"
 
     def pull(self, peer: PeerAddress, image: Image, folder: SlotFolder, *, deadline_s: float) -> int:
         """Get a snapshot from `peer` into the slot file `image.path` (made or grown as needed), verified.

@@ -69,6 +69,14 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Copied:
+    """How the way to the peer ended: `safe` there (or no copy is wanted), and whether the pin stands."""
+
+    safe: bool
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlowHooks:
     """What the flow asks of the agent around it."""
 
@@ -134,43 +142,56 @@ class SnapshotFlow:
         )
         self._spawn(self._moves, self._settle(image, attempt, pin))
 
+    def restored(self, image: Image) -> None:
+        """A rank starts from this snapshot: after a change of members its peer may be another, which lacks a copy."""
+        if self._plan is not None and self._peer is not None:
+            self._spawn(self._moves, self._copy_start(image))
+
     # ------------------------------------------------------------ replication
+
+    async def _copy_start(self, image: Image) -> None:
+        await self._copy(image, None)
 
     async def _settle(self, image: Image, attempt: str | None, pin: Path | None) -> None:
         """Pin, copy, tell the rank, and let the upload begin."""
-        pinned = await self._copy(image, pin)
-        self._hooks.tell_rank(image.rank, wire.ReplicatedMsg(step=image.step))
-        if attempt is not None and pin is not None:
-            key = (image.generation, image.step, attempt)
-            if pinned:
-                self._note_pinned(key, image.rank, str(pin))
-            else:
-                self._fail_attempt(key, f"the snapshot of rank {image.rank} could not be put aside")
+        copied = await self._copy(image, pin)
+        if copied.safe:
+            self._hooks.tell_rank(image.rank, wire.ReplicatedMsg(step=image.step))
+        if attempt is None or pin is None:
+            return
+        key = (image.generation, image.step, attempt)
+        if copied.pinned:
+            self._note_pinned(key, image.rank, str(pin))
+        else:
+            self._fail_attempt(key, f"the snapshot of rank {image.rank} could not be put aside")
 
-    async def _copy(self, image: Image, pin: Path | None) -> bool:
-        """Returns whether the pin stands, when the copy is safe on the peer (or none is wanted)."""
+    async def _copy(self, image: Image, pin: Path | None) -> _Copied:
+        """Until the copy is safe on the peer (or none is wanted), or newer snapshots have taken its slot."""
         pinned = False
         tries = 0
         while self._peer is not None or (pin is not None and not pinned):
             peer = await self._hooks.address_of(self._peer, tries > 0) if self._peer is not None else None
-            wants_pin = pin is not None and not pinned
+            wanted_pin = pin if not pinned else None
             trouble = f"the address of node {self._peer} is not known"
             if peer is not None or self._peer is None:
-                answer = await self._try(image, peer, pin if wants_pin else None)
+                answer = await self._try(image, peer, wanted_pin)
                 if not isinstance(answer, FailedAnswer):
                     self._hooks.note("replication", "")
-                    return pinned or wants_pin
+                    return _Copied(safe=True, pinned=pinned or wanted_pin is not None)
                 pinned = pinned or answer.pinned
                 trouble = answer.detail
-                if wants_pin and not answer.pinned:
+                if wanted_pin is not None and not answer.pinned:
                     log.warning("no upload of rank %d's step %d: %s", image.rank, image.step, trouble)
                     pin = None  # the copy matters more than the upload
                     continue
+                if answer.kind == "snapshot_missing":
+                    log.warning("rank %d's step %d is copied no more: %s", image.rank, image.step, trouble)
+                    return _Copied(safe=False, pinned=pinned)
             tries += 1
             name = f"rank {image.rank}'s snapshot of step {image.step}"
             self._hooks.note("replication", f"{name} is not safe yet ({tries} tries): {trouble}")
             await asyncio.sleep(decide.retry_delay_s(tries, max_s=2.0))
-        return pinned
+        return _Copied(safe=True, pinned=pinned)
 
     async def _try(self, image: Image, peer: PeerAddress | None, pin: Path | None) -> object:
         def job(serial: int) -> ReplicateMsg:

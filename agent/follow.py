@@ -16,7 +16,9 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -133,6 +135,8 @@ class FollowerParts:
     rank_server: RankServer
     open_store: Callable[[], Awaitable[ObjectStore]]
     address_of: Callable[[str, bool], Awaitable[PeerAddress | None]]
+    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+    """Run something that blocks."""
     watch_store_node: Callable[[str | None], None]
     """Follow that node's status (None: nobody's) and hand it to `store_node_status`."""
 
@@ -246,7 +250,7 @@ class Follower:
             tries += 1
             try:
                 store = await self._parts.open_store()
-                record, data = await asyncio.to_thread(read_record, store, pointer.generation)
+                record, data = await self._parts.in_thread(partial(read_record, store, pointer.generation))
                 break
             except (ObjectStoreError, CkptError) as e:
                 # A record is created before it is published: missing is as good as damaged, no wait mends it.
@@ -308,8 +312,9 @@ class Follower:
         board.ranks = {}
 
     def _helper_pids(self) -> set[int]:
-        """Children that are no ranks: they bear the node's mark too."""
-        return self._parts.processes.pids()
+        """The zygote and the snapshot server bear the node's mark too, and live on."""
+        helpers = (self._parts.forker.process, self._parts.server.process)
+        return {p.pid for p in helpers if p is not None}
 
     async def _kill_known(self) -> None:
         known = [life.process for life in self._board.ranks.values() if life.process is not None]
@@ -351,7 +356,11 @@ class Follower:
             if hosting is not None:
                 hosting.cancel()
                 await asyncio.gather(hosting, return_exceptions=True)
-        await self._fork_ranks(plan, launch, {**launch.restore, **fetched}, rendezvous)
+        restore = {**launch.restore, **fetched}
+        await self._fork_ranks(plan, launch, restore, rendezvous)
+        for rank, path in restore.items():
+            image = Image(rank=rank, generation=plan.start.generation, step=plan.start.step, path=path)
+            self._parts.flow.restored(image)
         self._board.set_state("running")
 
     def _tell_server(self, plan: wire.Plan, launch: Launch) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,12 @@ RANK_MODULES = (
     "surefoot.agent.session",
 )
 """What every rank needs. The job's own modules are `program.preload`."""
+
+WARM_S = 180.0
+"""torch takes 1 to 15 s to import, the job's modules what they take."""
+
+FORK_S = 30.0
+"""A fork takes milliseconds."""
 
 COLD_DEATHS_MAX = 3
 """Zygotes in a row that die before they are warm; then ranks are started by exec."""
@@ -149,7 +156,7 @@ class Forker:
         Raises:
             LaunchError: none of them runs (any longer).
         """
-        await self._settled.wait()
+        await self._wait_for_warmth()
         if self.warm is not None and self.warm.failure is not None:
             raise LaunchError(self.warm.failure.message, self.warm.failure)
         with history.operation("launch", **_of(orders)) as result:
@@ -159,6 +166,16 @@ class Forker:
                 processes = await self._ask(orders, on_exit)
             result["pids"] = [p.pid for p in processes]
         return processes
+
+    async def _wait_for_warmth(self) -> None:
+        try:
+            async with asyncio.timeout(WARM_S):
+                await self._settled.wait()
+        except TimeoutError:
+            raise LaunchError(
+                f"the zygote was not warm within {WARM_S:g} s: a module of program.preload blocks, or this machine is "
+                f"overloaded; see {self._config.log_path}"
+            ) from None
 
     async def quiet(self) -> None:
         """Wait until no fork is under way: whatever was ordered is then known to `Processes`, or was ended."""
@@ -223,7 +240,17 @@ class Forker:
             self._helper.send(ForkMsg(serial=self._serial, orders=tuple(orders)))
         except ChannelClosedError as e:
             self._answer(self._serial, LaunchError(str(e)))
-        return await answer
+        watchdog = asyncio.get_running_loop().call_later(FORK_S, self._end_stuck)
+        try:
+            return await answer
+        finally:
+            watchdog.cancel()
+
+    def _end_stuck(self) -> None:
+        """A zygote that does not answer is ended: the request then fails like that of any dead zygote."""
+        log.error("the zygote has not forked within %g s: it is replaced", FORK_S)
+        if self.process is not None:
+            self.process.send(signal.SIGKILL)
 
     def _forked(self, message: ForkedMsg) -> None:
         request = self._requests[message.serial]

@@ -60,3 +60,13 @@ def close_inherited(keep: int = 2) -> None:
     open pipe end of theirs would make them wait for us."""
     os.closerange(3, keep)
     os.closerange(max(keep + 1, 3), os.sysconf("SC_OPEN_MAX"))
+
+
+def out_of_memory_kills() -> int:
+    """How often the kernel of this machine has killed a process for want of memory, since boot."""
+    try:
+        with open("/proc/vmstat") as f:
+            found = (line.split() for line in f if line.startswith("oom_kill "))
+            return int(next(found, ("", "0"))[1])
+    except OSError:
+        return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,9 @@ from surefoot.agent.messages import (
 from surefoot.agent.processes import Processes, WatchedProcess
 
 log = logging.getLogger(__name__)
+
+PATIENCE_FACTOR, PATIENCE_S = 3, 10.0
+"""Jobs have deadlines of their own in the server, and may wait for one or two before them; beyond that it hangs."""
 
 Job = ReplicateMsg | FetchMsg | UploadMsg | GiveUpMsg | CommitMsg
 Answer = FinishedAnswer | FailedAnswer | CommitAnswer
@@ -138,11 +142,21 @@ class SnapshotServer:
         serial = self._serial
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[serial] = answer
+        job = make(serial)
+        patience_s = PATIENCE_FACTOR * job.deadline_s + PATIENCE_S
+        watchdog = asyncio.get_running_loop().call_later(patience_s, self._end_stuck, job)
         try:
-            self._helper.send(make(serial))
+            self._helper.send(job)
             return await answer
         finally:
+            watchdog.cancel()
             self._answers.pop(serial, None)
+
+    def _end_stuck(self, job: Job) -> None:
+        """A server that is long past a job's deadline does not work any more: it is replaced."""
+        log.error("the snapshot server does not finish a %s: it is replaced", type(job).__name__)
+        if self.process is not None:
+            self.process.send(signal.SIGKILL)
 
     async def move(self, make: Callable[[int], Job]) -> None:
         """`ask` for a job that either succeeds or raises.

@@ -92,8 +92,13 @@ class SlotFolder:
         holding = {i.path: i.point for i in self.images(area, rank)}
         return [SlotView(index=k, point=holding.get(str(self.path(area, rank, k)))) for k in range(slots)]
 
-    def adopt(self) -> list[HeldImage]:
-        """Verify every image of a former incarnation; what is not whole is unsealed. Blocks: it reads all data."""
+    def adopt(self, whose: str) -> list[HeldImage]:
+        """Verify every image of a former incarnation; what is not whole is unsealed. Blocks: it reads all data.
+
+        Args:
+            whose: names job, run and node. A folder of anybody else's is emptied first.
+        """
+        self._own(whose)
         adopted: list[HeldImage] = []
         areas: tuple[Area, ...] = ("own", "replica")
         for area in areas:
@@ -113,6 +118,13 @@ class SlotFolder:
     def clear(self) -> None:
         """Remove all of it: the job is over."""
         shutil.rmtree(self.root, ignore_errors=True)
+
+    def _own(self, whose: str) -> None:
+        note = self.root / "owner"
+        if not note.exists() or note.read_text() != whose:
+            self.clear()
+            self.root.mkdir(mode=0o700, parents=True)
+            note.write_text(whose)
 
     def _check_budget(self, more: int, path: Path) -> None:
         if self.budget_bytes is None:

@@ -82,11 +82,13 @@ class SnapshotJobs:
         self._shelf = shelf
         self._folder = folder
         self._client = SnapshotClient(config.token)
+        self._in_force = 0
         self._start = (0, 0)
         self._store: ObjectStore | None = None
         self._store_lock = threading.Lock()
 
     def set_generation(self, message: GenerationMsg) -> None:
+        self._in_force = message.generation
         self._start = (message.start_generation, message.start_step)
         self._shelf.set_generation(message.generation)
         self._shelf.drop_ranks(message.drop_replicas)
@@ -141,7 +143,11 @@ class SnapshotJobs:
             failpoint("replicate.before_put")
             with history.operation("replicate", peer=job.peer.uid, **_names(job.image)) as result:
                 result["nbytes"] = self._client.push(
-                    job.peer, job.image, start=self._start, deadline_s=job.deadline_s
+                    job.peer,
+                    job.image,
+                    in_force=self._in_force,
+                    start=self._start,
+                    deadline_s=job.deadline_s,
                 )
         return FinishedAnswer(serial=job.serial, seconds=time.monotonic() - began)
 

@@ -73,6 +73,7 @@ class Link:
         from surefoot.controller import wire
 
         self.wire = wire
+        self.committed: list[Any] = []
         self.generation = int(os.environ["SUREFOOT_GENERATION"])
         self.rank = int(os.environ["RANK"])
         self.sock = socket.socket(socket.AF_UNIX)
@@ -88,14 +89,23 @@ class Link:
     def send(self, message: Any) -> None:
         self.sock.sendall(self.wire.encode(message) + b"\n")
 
+    def take_committed(self) -> bool:
+        """Whether a commit was answered since the last call."""
+        answered, self.committed = bool(self.committed), []
+        return answered
+
     def expect(self, *kinds: Any) -> Any:
-        """The next message of one of these kinds; others are dropped. The agent's end ends us."""
+        """The next message of one of these kinds; others are dropped, but for commits. The agent's end ends us."""
         while True:
+            if self.wire.CommittedMsg in kinds and self.committed:
+                return self.committed.pop(0)
             line = self.file.readline()
             if not line:
                 os._exit(77)
             message = self.wire.decode(self.wire.AgentToRank, line)
-            if isinstance(message, kinds):
+            if isinstance(message, self.wire.CommittedMsg):
+                self.committed.append(message)
+            elif isinstance(message, kinds):
                 return message
 
 
@@ -126,12 +136,16 @@ def train_in_images() -> int:
     pool = link.expect(wire.PoolReadyMsg)
     print(f"pool holds {pool.held}")
     held = {slot: step for slot, step in pool.held.items() if step == begun}
+    pending = False
     for step in range(begun + 1, spec.job.steps + 1):
         link.send(wire.PhaseMsg(phase="step", step=step))
         time.sleep(params.get("step_s", 0.01))
         _strike(faults, step, rank)
-        free = [k for k in range(3) if held.get(k, -1) < step - 1 and (k not in held or step > begun + 2)]
-        slot = min(free, key=lambda k: held.get(k, -1))
+        if step > begun + 1:
+            link.expect(wire.ReplicatedMsg)
+        pending = pending and not link.take_committed()
+        _all_together(plan, step, rank)  # from here on all snapshots of step - 1 are safe
+        slot = min((k for k in range(3) if held.get(k, -1) < step - 1), key=lambda k: held.get(k, -1))
         with mapped(Path(pool.paths[slot]), write=True) as view:
             write_image(
                 view,
@@ -142,17 +156,28 @@ def train_in_images() -> int:
                 row_nbytes=ROW_NBYTES,
             )
         held[slot] = step
-        due = step % spec.checkpoint.every_steps == 0 or step == spec.job.steps
-        attempt = f"g{plan.generation}s{step}" if due else None
-        link.send(wire.SnapshotMsg(step=step, slot=slot, attempt=attempt))
+        last = step == spec.job.steps
+        due = last or (step % spec.checkpoint.every_steps == 0 and not pending)
+        pending = pending or due
+        link.send(
+            wire.SnapshotMsg(step=step, slot=slot, attempt=f"g{plan.generation}s{step}" if due else None)
+        )
         link.send(wire.StepMsg(step=step, loss=float(step).hex(), step_s=0.01))
-        link.expect(wire.ReplicatedMsg)
-        if step == spec.job.steps:
-            committed = link.expect(wire.CommittedMsg)
-            print(f"committed: {committed}")
-            assert committed.failure == ""
+    while (committed := link.expect(wire.CommittedMsg)).step != spec.job.steps:
+        pass
+    print(f"committed: {committed}")
+    assert committed.failure == ""
     link.send(wire.DoneMsg(step=spec.job.steps))
     return 0
+
+
+def _all_together(plan: Any, step: int, rank: int) -> None:
+    """What a collective does: nobody goes on before all ranks of the generation have come to this step."""
+    folder = Path(os.environ["SUREFOOT_JOB"]).parent / f"together-g{plan.generation}"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{step}-{rank}").touch()
+    while not all((folder / f"{step}-{r}").exists() for r in range(plan.world_size)):
+        time.sleep(0.001)  # the pace of polling
 
 
 def _strike(faults: Any, step: int, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -68,6 +69,11 @@ class Side:
 
     async def fetch(self, image: Image, peer: PeerAddress) -> None:
         await self.server.move(lambda n: FetchMsg(serial=n, image=image, peer=peer, deadline_s=10))
+
+    def begin(self, generation: int, start: tuple[int, int] = (0, 0)) -> None:
+        self.server.set_generation(
+            GenerationMsg(generation=generation, start_generation=start[0], start_step=start[1])
+        )
 
     def replicas(self) -> list[tuple[int, int, int]]:
         return sorted((h.rank, *h.point) for h in self.server.replicas)
@@ -148,7 +154,7 @@ def test_replicas_rotate_and_the_starting_point_stays_until_it_is_superseded(tmp
             for step in (9, 10, 11):
                 await a.replicate(a.seal(0, step, slot=step % 3, row_nbytes=1000), b)
             for side in (a, b):
-                side.server.set_generation(GenerationMsg(generation=2, start_generation=1, start_step=10))
+                side.begin(2, start=(1, 10))
             seen: list[list[tuple[int, int, int]]] = []
             for step in (11, 12, 13, 14):
                 await a.replicate(a.seal(0, step, slot=step % 3, generation=2, row_nbytes=1000), b)
@@ -160,15 +166,33 @@ def test_replicas_rotate_and_the_starting_point_stays_until_it_is_superseded(tmp
                 [(0, 2, 11), (0, 2, 12), (0, 2, 13)],
                 [(0, 2, 12), (0, 2, 13), (0, 2, 14)],
             ]
-            late = a.seal(0, 12, generation=1, row_nbytes=1000)
-            with pytest.raises(TransferError, match="generation 2 is in force") as caught:
-                await a.replicate(late, b)
+            b.begin(3, start=(2, 14))
+            late = a.seal(0, 15, generation=2, row_nbytes=1000)
+            with pytest.raises(TransferError, match="and 3 is in force") as caught:
+                await a.replicate(late, b)  # the sender still follows generation 2
             assert caught.value.kind == "refused"
             b.server.set_generation(
                 GenerationMsg(generation=3, start_generation=2, start_step=14, drop_replicas=(0,))
             )
             await until(lambda: b.replicas() == [], "dropped")
             assert b.folder.ranks("replica") == []
+
+    run(scenario)
+
+
+def test_a_new_peer_gets_the_starting_point_unless_it_has_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with nodes(tmp_path) as (a, b):
+            for side in (a, b):
+                side.begin(2, start=(1, 10))
+            start = a.seal(0, 10)
+            await a.replicate(start, b)
+            assert b.replicas() == [(0, 1, 10)]
+            await a.replicate(start, b)
+        history = [json.loads(line) for line in (tmp_path / "n0" / "history.jsonl").read_text().splitlines()]
+        sent = [e["nbytes"] for e in history if e["kind"] == "ok" and e["op"] == "replicate"]
+        assert sent[0] > ROW
+        assert sent[1] == 0
 
     run(scenario)
 
