@@ -148,14 +148,24 @@ class Effects:
     # ---- probes
 
     def _probe(self, decision: dec.ProbeNodes) -> None:
-        probe_all(
-            decision.targets,
-            op=decision.op,
-            job=self._means.job,
-            token=self._means.token,
-            deadline_s=decision.deadline_s,
-            tell=lambda outcome: self._post([outcome]),
-        )
+        silent = {t.uid for t in decision.targets}
+
+        def tell(outcome: ev.ProbeOutcome) -> None:
+            silent.discard(outcome.uid)
+            self._post([outcome])
+
+        try:
+            probe_all(
+                decision.targets,
+                op=decision.op,
+                job=self._means.job,
+                token=self._means.token,
+                deadline_s=decision.deadline_s,
+                tell=tell,
+            )
+        except Exception:
+            log.exception("probing failed")  # no descriptors left, for one: an inquiry must not wait for ever
+        self._post([ev.ProbeTimedOut(op=decision.op, uid=uid) for uid in sorted(silent)])
 
     # ---- the object store
 

@@ -54,13 +54,20 @@ SIGNAL_NAMES: Mapping[int, str] = {
 """Linux' numbers: what an agent reports is another machine's matter, so this one's `signal` module is not asked."""
 
 
+WORDS_MAX = 160
+"""Characters of an error's message in evidence; the whole of it is in the rank's log."""
+
+
 def exit_words(report: ExitReport) -> str:
     """How a process ended, in a few words."""
     if report.signal is not None:
         how = f"killed by {SIGNAL_NAMES.get(report.signal, f'signal {report.signal}')}"
     else:
         how = f"exit code {report.code}"
-    return f"{how}, {report.error.type}: {report.error.message}" if report.error is not None else how
+    if report.error is None:
+        return how
+    message = " ".join(report.error.message.split())
+    return f"{how}, {report.error.type}: {message[:WORDS_MAX]}{'…' if len(message) > WORDS_MAX else ''}"
 
 
 # ---------------------------------------------------------------- node loss

@@ -12,7 +12,7 @@ from surefoot.controller.core import closing, faults, forming
 from surefoot.controller.core.draft import Draft
 from surefoot.controller.core.moves import Turn
 from surefoot.controller.core.settings import FINAL_LISTINGS
-from surefoot.controller.core.standing import all_done
+from surefoot.controller.core.standing import all_done, is_done
 from surefoot.controller.core.state import Ending, Fault
 from surefoot.exitcodes import ExitCode
 
@@ -21,6 +21,8 @@ def pursue(d: Draft) -> None:
     """Look for the last checkpoint once all ranks are done."""
     if not faults.watching(d) or d.plan is None or d.s.inquiry is not None:
         return
+    if d.s.ending is None and not _somebody_is_done(d):
+        return
     if all_done(d.nodes, d.plan) is None:
         d.set(ending=None)
         return
@@ -28,6 +30,12 @@ def pursue(d: Draft) -> None:
     if ending.op is None and d.now >= ending.next_s:
         ending = Ending(op=d.list_lineage(), looks=ending.looks + 1, next_s=d.now)
     d.set(ending=ending)
+
+
+def _somebody_is_done(d: Draft) -> bool:
+    """Among those of whom there is news: the rank that is done last brings news, so nobody else need be looked at."""
+    statuses = (d.nodes[uid].status for uid in d.touched)
+    return any(is_done(r) for s in statuses if s is not None for r in s.ranks)
 
 
 def listed(d: Draft, op: int) -> None:

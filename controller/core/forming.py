@@ -186,9 +186,12 @@ def _await_nodes(d: Draft, shortage: Shortage) -> None:
         d.report("waiting", f"waiting for nodes: {shortage.detail}")
         since_s = d.now
     d.stage(AwaitingNodes(since_s=since_s, found=there, detail=shortage.detail))
-    if d.now - since_s >= d.s.settings.wait_for_node_s:
+    patience_s = d.s.settings.wait_for_node_s
+    if there >= shortage.wanted:  # nodes enough, which are not ready yet
+        patience_s = max(patience_s, d.s.settings.times.ready_s)
+    if d.now - since_s >= patience_s:
         reason = (
-            f"not enough nodes: {shortage.detail}, and no other came for {d.s.settings.wait_for_node_s:g} s"
+            f"not enough nodes: {shortage.detail}, and that did not get better for {patience_s:g} s"
             f" (policy.wait_for_node_s); start more agents and run again, it resumes"
         )
         closing.finish(d, Turn.GAVE_UP, ExitCode.ENVIRONMENT, reason, step=committed_step(d))

@@ -145,6 +145,16 @@ def test_waiting_for_a_node_ends(bench: Any) -> None:
     assert "1 of 2 nodes" in bench.outcome.reason
 
 
+def test_warming_nodes_are_given_time(bench: Any) -> None:
+    bench.lead()
+    bench.appear("n0", "n1", state="warming")
+    bench.tick(100)
+    assert bench.mind is Mind.FORMING
+    bench.tick(21)
+    assert bench.mind is Mind.FAILED
+    assert "n0 is warming" in bench.outcome.reason
+
+
 def test_lost_lease_alone_changes_nothing(bench: Any) -> None:
     """All leases are revoked while the agents live (CTL-18): each is asked, answers, and nothing happens."""
     bench.running(step=6)
