@@ -181,7 +181,7 @@ def observe(
     known_incidents = tuple(sorted(told.values(), key=lambda i: (i.generation, i.id)))
     nodes = _nodes(plan, infos, statuses)
     ranks = [rank for node in nodes if node.generation == generation for rank in node.ranks]
-    step = _newest_step(ranks, outcome, committed)
+    step = _newest_step(plan, ranks, outcome, committed)
     complete = bool(committed) and committed[-1].step == facts.steps
     phase = _phase(keys is None, complete, pointer, outcome, max(records, default=0), plan, nodes)
     losses = _losses(previous, ranks)
@@ -360,11 +360,16 @@ def _complete_step(status: wire.NodeStatus) -> int | None:
 
 
 def _newest_step(
-    ranks: Sequence[RankView], outcome: wire.Outcome | None, committed: Sequence[CommitView]
+    plan: wire.Plan | None,
+    ranks: Sequence[RankView],
+    outcome: wire.Outcome | None,
+    committed: Sequence[CommitView],
 ) -> int:
     if outcome is not None:
         return outcome.step
-    return max([rank.step for rank in ranks] or [c.step for c in committed] or [0])
+    # While ranks start they are in no step yet: the job stands where they will begin.
+    begin = [plan.start.step] if plan else [0]
+    return max([rank.step for rank in ranks] + [c.step for c in committed] + begin)
 
 
 def _phase(
