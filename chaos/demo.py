@@ -43,6 +43,8 @@ FAULT_DEADLINE_S = 90.0
 """How long a fault may wait for its moment, and a new generation for its first step: many times what either takes."""
 RUN_DEADLINE_S = 600.0
 PICTURES_PER_S = 4
+FILE_WIDTH = 110
+"""Columns of the table where no terminal says how many there are."""
 
 JOB = """\
 [job]
@@ -494,6 +496,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print_result(verdict: Verdict, options: Options) -> None:
     console = Console(stderr=options.json == "-")
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     console.print(table(verdict))
     for line in summary(verdict):
         console.print(line, highlight=False, style="bold red" if line.startswith("NOT") else None)
