@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from tests.sim.toy_world import World
 
@@ -14,13 +16,20 @@ BATCH = 20
 @pytest.mark.parametrize("batch", range(SEEDS // BATCH))
 def test_random_histories(batch: int) -> None:
     """Nothing breaks while everything goes wrong; when it stops, the job ends with all that was acknowledged."""
-    fired = 0
+    fired, seen = 0, Counter[str]()
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         world = World(seed)
         world.run()
         assert world.broken == [], f"seed {seed}: {world.faults}"
         fired += len(world.faults)
+        for record in world.records.values():
+            reason, start = record.plan["reason"], record.plan["start"]
+            seen.update({reason["kind"], reason["fault"], start["tier"]})
     assert fired > 2 * BATCH
+    # A batch in which these did not come up would prove little.
+    assert {"restart", "replace", "burnt", "node_loss", "rank_exit", "hang", "memory", "object_store"} <= set(
+        seen
+    )
 
 
 def test_same_seed_same_history() -> None:
@@ -31,6 +40,17 @@ def test_same_seed_same_history() -> None:
 
     assert history(5) == history(5)
     assert history(5) != history(6)
+
+
+def test_races_between_commit_and_record() -> None:
+    """The same where that race is likely; with the second listing it is won each time (its negative control is below)."""
+    burnt = 0
+    for seed in range(BATCH):
+        world = World(seed, racy=True)
+        world.run()
+        assert world.broken == [], f"seed {seed}: {world.faults}"
+        burnt += sum(r.plan["reason"]["kind"] == "burnt" for r in world.records.values())
+    assert burnt > 0
 
 
 def test_undisturbed_history() -> None:
@@ -55,7 +75,7 @@ def _seeds_until_red(most: int, **sabotage: bool) -> int:
 def test_negative_control_no_second_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the second listing something acknowledged gets lost, and that is seen."""
     monkeypatch.setattr(forming, "_why_burnt", lambda d, stage: None)
-    _seeds_until_red(400)
+    _seeds_until_red(100, racy=True)
 
 
 def test_negative_control_no_fence() -> None:

@@ -70,6 +70,7 @@ class Agent:
     hung: set[int] = field(default_factory=set)
     snapshots: list[wire.SnapshotRef] = field(default_factory=list)
     committed: wire.Committed | None = None
+    start_failure: wire.StartFailure | None = None
     uploaded_s: float = 0.0
     """When its uploads so far will be through."""
     stepping: int = 0
@@ -98,6 +99,7 @@ class Agent:
             ranks=tuple(self.ranks[r] for r in sorted(self.ranks)),
             snapshots=tuple(self.snapshots[-16:]),
             committed=self.committed,
+            start_failure=self.start_failure,
         )
 
 
@@ -150,6 +152,8 @@ class Controller:
             return
         term = self.term
         delay_s = self.world.rng.choice((0.001, 0.01, 0.05, 0.3, 2.0))
+        if self.world.racy and isinstance(decision, dec.CreateRecord):
+            delay_s = 3.0
         self.world.clock.after(delay_s, lambda: self._do(decision, term))
 
     def _do(self, decision: dec.Decision, term: int) -> None:
@@ -168,7 +172,14 @@ class World:
     """The job and all that can happen to it."""
 
     def __init__(
-        self, seed: int, *, nodes: int = 2, spares: int = 1, steps: int = 100, fenced: bool = True
+        self,
+        seed: int,
+        *,
+        nodes: int = 2,
+        spares: int = 1,
+        steps: int = 100,
+        fenced: bool = True,
+        racy: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.clock = Clock()
@@ -186,6 +197,9 @@ class World:
             wait_for_node_s=1e6,
         )
         self.fenced = fenced
+        """Whether etcd compares the leader key at all; off, it is a negative control."""
+        self.racy = racy
+        """Records take long to create and node memory is often lost, so that commits race with them."""
         self.revision = 1
         self.etcd_up = self.objects_up = True
         self.leader: tuple[Controller, int] | None = None
@@ -448,11 +462,23 @@ class World:
         agent.generation = plan.generation
         agent.hung.clear()
         agent.ranks = {}
-        if member is not None and member.incarnation == agent.incarnation:
+        agent.start_failure = None
+        if member is None or member.incarnation != agent.incarnation:
+            return
+        missing = [s.rank for s in plan.sources if not self._has(s, plan)]
+        if missing:  # gone between the choice and now
+            agent.start_failure = wire.StartFailure(
+                generation=plan.generation, kind="snapshot_missing", detail=f"ranks {missing}"
+            )
+        else:
             agent.ranks = {
                 r: wire.RankStatus(rank=r, pid=1, phase="step", step=plan.start.step + 1, phase_age_s=0.0)
                 for r in range(member.first_rank, member.first_rank + member.ranks)
             }
+
+    def _has(self, source: wire.SnapshotSource, plan: wire.Plan) -> bool:
+        point = (plan.start.generation, plan.start.step, source.rank)
+        return any((s.generation, s.step, s.rank) == point for s in self.agents[source.uid].snapshots)
 
     def _try_step(self, agent: Agent) -> None:
         """The first member moves the whole generation, as a collective would: only if everybody is there."""
@@ -555,7 +581,7 @@ class World:
             "etcd_away": (6, self._etcd_away),
             "objects_away": (8, self._objects_away),
             "revoke_leases": (3, self._revoke_leases),
-            "wipe_memory": (15, self._wipe_memory),
+            "wipe_memory": (100 if self.racy else 15, self._wipe_memory),
         }
         names = list(kinds)
         name = self.rng.choices(names, [kinds[n][0] for n in names])[0]
