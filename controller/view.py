@@ -298,7 +298,7 @@ def _nodes(
         views.append(
             NodeView(
                 uid=uid,
-                role=_role(plan, member, present),
+                role=_role(plan, member, status, present),
                 state=status.state if status else "warming" if info else "gone",
                 generation=status.generation if status else 0,
                 pid=info.pid if info else None,
@@ -314,12 +314,14 @@ def _nodes(
 
 
 def _role(
-    plan: wire.Plan | None, member: wire.Member | None, present: bool
+    plan: wire.Plan | None, member: wire.Member | None, status: wire.NodeStatus | None, present: bool
 ) -> Literal["member", "standby", "lost", "free"]:
     if plan is None:
         return "free"
     if member is None:
-        return "standby"
+        # Left out of the plan and still telling of ranks of an older one: its agent is dead, only its lease lives on.
+        stale = status is not None and status.ranks and status.generation < plan.generation
+        return "lost" if stale else "standby"
     return "member" if present else "lost"
 
 
@@ -387,7 +389,7 @@ def _phase(
         return "done" if complete else "unknown"
     if pointer is None:
         return "forming" if highest_record and nodes else "waiting"
-    members = [node for node in nodes if node.role in ("member", "lost")]
+    members = [node for node in nodes if plan is not None and plan.member(node.uid) is not None]
     if highest_record > pointer.generation or any(node.role == "lost" for node in members):
         return "forming"
     ranks = [rank for node in members if node.generation == pointer.generation for rank in node.ranks]

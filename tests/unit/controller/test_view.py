@@ -189,6 +189,16 @@ def test_a_record_above_the_plan_means_forming() -> None:
     assert observe(running(), plan(1), plan(2, start=start)).phase == "forming"
 
 
+def test_a_replaced_node_whose_lease_lives_on_is_shown_as_lost() -> None:
+    start = wire.StartingPoint(generation=1, step=22, tier="memory")
+    moved = plan(2, start=start)
+    other = msgspec.structs.replace(moved.members[1], uid="n2")
+    moved = msgspec.structs.replace(moved, members=(moved.members[0], other))
+    keys = [pointer(2), *(kv for kv in running() if kv.key != KEYS.plan)]
+    seen = observe(keys, plan(1), moved)
+    assert {n.uid: n.role for n in seen.nodes} == {"n0": "member", "n1": "lost", "n2": "member"}
+
+
 def test_a_lost_member_is_shown_as_lost() -> None:
     keys = [kv for kv in running() if not kv.key.endswith("/n1")]
     seen = observe(keys, plan(1))
