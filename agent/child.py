@@ -48,7 +48,7 @@ def _become(order: Order) -> None:
     failpoint.arm(failpoint.from_environment(os.environ))
     linux.allow_tracing_by(order.agent_pid)
     if isinstance(order, StoreOrder):
-        linux.set_process_name(f"sf-store-g{order.generation}")
+        linux.set_process_name("sf-store")
     else:
         linux.set_process_name(f"sf-rank-{order.rank}")
 
@@ -112,14 +112,13 @@ def _leave(code: int) -> NoReturn:
 
 
 def _host_store(order: Order) -> int:
-    """Host the TCPStore of one generation until the agent closes the connection, kills us, or dies."""
+    """Host a TCPStore until the agent closes the connection, kills us, or dies."""
     assert isinstance(order, StoreOrder)
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (documented as torch.distributed.TCPStore)
 
     store = TCPStore(
         order.host,
         0,
-        world_size=order.world_size,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
@@ -127,7 +126,7 @@ def _host_store(order: Order) -> int:
     token = Path(order.env["SUREFOOT_TOKEN_FILE"]).read_text().strip()
     with socket.socket(socket.AF_UNIX) as agent:
         agent.connect(order.env["SUREFOOT_AGENT_SOCKET"])
-        up = StoreUpMsg(token=token, generation=order.generation, pid=os.getpid(), port=store.port)
+        up = StoreUpMsg(token=token, pid=os.getpid(), port=store.port)
         agent.sendall(wire.encode(up) + b"\n")
         try:
             while agent.recv(4096):

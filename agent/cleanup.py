@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from surefoot import history, marks
 from surefoot.agent.errors import StillAliveError
@@ -40,11 +40,18 @@ def end_predecessors(run_id: str, uid: str, incarnation: str) -> int:
 
 
 async def end_leftovers(
-    run_id: str, uid: str, spared: Callable[[], Collection[int]], timeout_s: float
+    run_id: str,
+    uid: str,
+    *,
+    quiet: Callable[[], Awaitable[None]],
+    spared: Callable[[], Collection[int]],
+    timeout_s: float,
 ) -> int:
     """SIGKILL all marked processes of this node but the spared, until none is left. Returns how many were ended.
 
-    The scan runs in the event loop, so nothing can be started between it and the look at `spared`.
+    Args:
+        quiet: waits until nothing is being forked, so that whatever is ours is known by its pid.
+        spared: looked at before each scan; both run in the event loop, so nothing can be started between them.
 
     Raises:
         StillAliveError: some would not end within `timeout_s`.
@@ -54,6 +61,7 @@ async def end_leftovers(
     empty_scans = 0
     # Why several: marks.EMPTY_SCANS.
     while empty_scans < marks.EMPTY_SCANS:
+        await quiet()
         keep = {*spared(), *_self_and_parents()}
         left = [p for p in marks.find(run_id=run_id, node=uid) if p.pid not in keep]
         if left and time.monotonic() >= deadline:

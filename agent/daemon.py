@@ -40,6 +40,7 @@ from surefoot.agent.messages import Image, PeerAddress, StoreUpMsg
 from surefoot.agent.processes import Processes
 from surefoot.agent.server import ServerStart, SnapshotServer
 from surefoot.agent.slots import SlotFolder
+from surefoot.agent.storehost import StoreHosts, StorePlaces
 from surefoot.ckpt.store import ObjectStore, open_store
 from surefoot.controller import wire
 from surefoot.controller.keys import Keys
@@ -83,6 +84,7 @@ class Agent:
         self._forker = Forker(self._forker_config(), self._processes, self._helpers_changed)
         self._server = SnapshotServer(self._server_start(), self._processes, self._helpers_changed)
         self._flow = SnapshotFlow(self._server, self._folder, self._flow_hooks())
+        self._stores = StoreHosts(self._store_places(), self._forker)
         self._rank_server = RankServer(config.socket, token, self._board, self)
         self._probes = ProbeServer(config.host, token, spec.job.name, self._fresh_status)
         self._registration = Registration(
@@ -281,6 +283,7 @@ class Agent:
         self._board.set_note("zygote", self._forker.note)
         if self._board.state == "warming" and self._forker.settled:
             self._board.set_state("parked")
+            self._follower.prepare()
         self._board.changed()
 
     # ------------------------------------------------------------ ranks (links.RankListener)
@@ -315,7 +318,7 @@ class Agent:
             self._spawn("lingering", self._end_lingering(life))
 
     def store_up(self, message: StoreUpMsg) -> None:
-        self._follower.store_up(message)
+        self._stores.store_up(message)
 
     def _progressed(self, life: RankLife) -> None:
         life.progress_at = asyncio.get_running_loop().time()
@@ -488,6 +491,11 @@ class Agent:
             entry=self._config.rank_entry,
         )
 
+    def _store_places(self) -> StorePlaces:
+        return StorePlaces(
+            host=self._config.host, logs=self._config.logs, env=self._places(), cwd=os.getcwd()
+        )
+
     def _follower_parts(self) -> FollowerParts:
         return FollowerParts(
             board=self._board,
@@ -497,6 +505,7 @@ class Agent:
             flow=self._flow,
             folder=self._folder,
             rank_server=self._rank_server,
+            stores=self._stores,
             open_store=self._object_store,
             address_of=self._address_of,
             in_thread=self._in_thread,

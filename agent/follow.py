@@ -43,12 +43,11 @@ from surefoot.agent.messages import (
     Order,
     PeerAddress,
     RankOrder,
-    StoreOrder,
-    StoreUpMsg,
 )
 from surefoot.agent.processes import Processes, WatchedProcess
 from surefoot.agent.server import SnapshotServer
 from surefoot.agent.slots import SlotFolder
+from surefoot.agent.storehost import StoreHosts
 from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.record import read_record
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreError
@@ -66,14 +65,14 @@ END_RANKS_S = 10.0
 FETCH_S = 60.0
 """One snapshot of one rank, all tries together."""
 
-STORE_UP_S = 30.0
-"""Fork to a listening TCPStore; it takes some 20 ms."""
-
 RENDEZVOUS_S = 120.0
 """Waiting for another node's TCPStore: that node may fetch first, and the leader's own deadline is shorter."""
 
 FETCH_TRIES = 3
 """A peer whose snapshot server is just being replaced deserves another try; one that is gone is the controller's matter."""
+
+SPARE_AFTER_S = 3.0
+"""After a launch, so that the spare does not compete with ranks that come up."""
 
 HEAR_OUT_S = 0.1
 """From a rank's exit to the end of its connection; both are the same act of the kernel."""
@@ -133,6 +132,7 @@ class FollowerParts:
     flow: SnapshotFlow
     folder: SlotFolder
     rank_server: RankServer
+    stores: StoreHosts
     open_store: Callable[[], Awaitable[ObjectStore]]
     address_of: Callable[[str, bool], Awaitable[PeerAddress | None]]
     in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -152,9 +152,7 @@ class Follower:
         self._pointer: wire.PlanPointer | None = None
         self._launched = 0
         """The newest generation whose ranks were ordered; none is ordered twice, and no older one any more."""
-        self._store_host: WatchedProcess | None = None
-        self._store_up: asyncio.Future[StoreUpMsg] | None = None
-        self._note_tasks: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._store_node_status: wire.NodeStatus | None = None
         self._status_news = asyncio.Event()
 
@@ -174,15 +172,6 @@ class Follower:
         """The node that hosts the TCPStore said this."""
         self._store_node_status = status
         self._status_news.set()
-
-    def store_up(self, message: StoreUpMsg) -> None:
-        """The TCPStore's host said where it listens."""
-        host, waiting = self._store_host, self._store_up
-        ours = message.generation == self._board.generation and (host is None or host.pid == message.pid)
-        if ours and waiting is not None and not waiting.done():
-            waiting.set_result(message)
-            return
-        log.warning("a TCPStore of generation %d (pid %d) is of no use", message.generation, message.pid)
 
     async def stop(self) -> None:
         """Follow nothing any more; what runs is left running."""
@@ -221,20 +210,32 @@ class Follower:
             log.warning("the plan of generation %d is left alone: %s", plan.generation, first_look.why)
             return
         self._begin(plan.generation)
-        if first_look.dump_stacks:
-            await self._dump_stacks()
-        await self._end_former()
-        # Only now is it certain what the slots hold: a rank may have been killed in the middle of sealing.
-        match decide.judge_plan(self._board.me, plan, self._board.held()):
-            case Launch() as launch:
-                await self._launch(plan, launch)
-            case Unserveable() as no:
-                self._board.fail_start(
-                    wire.StartFailure(generation=plan.generation, kind=no.kind, detail=no.why)
-                )
-            case Park() | Foreign() as park:
-                log.info("parked under generation %d: %s", plan.generation, park.why)
-                self._board.set_state("parked")
+        hosting = self._begin_hosting(first_look)
+        try:
+            if first_look.dump_stacks:
+                await self._dump_stacks()
+            await self._end_former()
+            # Only now is it certain what the slots hold: a rank may have been killed in the middle of sealing.
+            match decide.judge_plan(self._board.me, plan, self._board.held()):
+                case Launch() as launch:
+                    await self._launch(plan, launch, hosting)
+                case Unserveable() as no:
+                    self._board.fail_start(
+                        wire.StartFailure(generation=plan.generation, kind=no.kind, detail=no.why)
+                    )
+                case Park() | Foreign() as park:
+                    log.info("parked under generation %d: %s", plan.generation, park.why)
+                    self._board.set_state("parked")
+        finally:
+            if hosting is not None:
+                hosting.cancel()
+                await asyncio.gather(hosting, return_exceptions=True)
+
+    def _begin_hosting(self, verdict: decide.PlanVerdict) -> asyncio.Task[wire.Rendezvous] | None:
+        """All nodes wait for the TCPStore, and it is none of the ranks: it may come up while the old ones end."""
+        if isinstance(verdict, Launch) and verdict.hosts_store:
+            return asyncio.create_task(self._host_store(self._board.generation))
+        return None
 
     def _begin(self, generation: int) -> None:
         board = self._board
@@ -305,26 +306,28 @@ class Follower:
             await self._kill_known()
             failpoint("cleanup.before_rescan")
             result["leftovers"] = await cleanup.end_leftovers(
-                board.me.run_id, board.me.uid, self._helper_pids, END_RANKS_S
+                board.me.run_id,
+                board.me.uid,
+                quiet=parts.forker.quiet,
+                spared=self._helper_pids,
+                timeout_s=END_RANKS_S,
             )
         for rank in list(board.ranks):
             board.set_own_images(rank, list(parts.folder.images("own", rank)))
         board.ranks = {}
 
     def _helper_pids(self) -> set[int]:
-        """The zygote and the snapshot server bear the node's mark too, and live on."""
+        """What bears the node's mark too and lives on: zygote, snapshot server, the TCPStores to come."""
         helpers = (self._parts.forker.process, self._parts.server.process)
-        return {p.pid for p in helpers if p is not None}
+        return {p.pid for p in helpers if p is not None} | self._parts.processes.pids(name="store")
 
     async def _kill_known(self) -> None:
         known = [life.process for life in self._board.ranks.values() if life.process is not None]
         for life in self._board.ranks.values():
             life.ending = life.ending or life.alive
-        if self._store_host is not None:
-            known.append(self._store_host)
-            self._store_host = None
         for process in known:
             process.kill_group()
+        known += self._parts.stores.end_others(self._board.generation)
         try:
             async with asyncio.timeout(END_RANKS_S):
                 await asyncio.gather(*(p.wait() for p in known))
@@ -337,31 +340,40 @@ class Follower:
     async def end_ranks(self) -> None:
         """The job is over, or the agent leaves: end what runs, at once."""
         await self.stop()
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*(p.wait() for p in self._parts.stores.end_all()))
         await self._end_former()
 
     # ------------------------------------------------------------ the start of the new one
 
-    async def _launch(self, plan: wire.Plan, launch: Launch) -> None:
+    async def _launch(
+        self, plan: wire.Plan, launch: Launch, hosting: asyncio.Task[wire.Rendezvous] | None
+    ) -> None:
         if plan.generation <= self._launched:
             raise LaunchError(f"generation {plan.generation} was launched before")
         self._board.plan = plan
         self._tell_server(plan, launch)
         self._parts.flow.begin(plan, launch)
         self._parts.watch_store_node(None if launch.hosts_store else launch.store_node.uid)
-        hosting = asyncio.create_task(self._host_store(plan)) if launch.hosts_store else None
-        try:
-            fetched = await self._fetch_all(plan, launch)
-            rendezvous = await hosting if hosting is not None else await self._find_rendezvous(plan, launch)
-        finally:
-            if hosting is not None:
-                hosting.cancel()
-                await asyncio.gather(hosting, return_exceptions=True)
+        fetched = await self._fetch_all(plan, launch)
+        if launch.hosts_store:
+            rendezvous = await (hosting if hosting is not None else self._host_store(plan.generation))
+        else:
+            rendezvous = await self._find_rendezvous(plan, launch)
         restore = {**launch.restore, **fetched}
         await self._fork_ranks(plan, launch, restore, rendezvous)
         for rank, path in restore.items():
             image = Image(rank=rank, generation=plan.start.generation, step=plan.start.step, path=path)
             self._parts.flow.restored(image)
         self._board.set_state("running")
+        asyncio.get_running_loop().call_later(SPARE_AFTER_S, self.prepare)
+
+    def prepare(self) -> None:
+        """Have a spare TCPStore host, for the next generation."""
+        task = asyncio.create_task(self._parts.stores.keep_spare())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _tell_server(self, plan: wire.Plan, launch: Launch) -> None:
         """What is in force; slots of ranks that are of no more use are given back."""
@@ -429,41 +441,17 @@ class Follower:
             lambda serial: FetchMsg(serial=serial, image=image, peer=peer, deadline_s=max(1.0, deadline_s))
         )
 
-    async def _host_store(self, plan: wire.Plan) -> wire.Rendezvous:
+    async def _host_store(self, generation: int) -> wire.Rendezvous:
         """Have a TCPStore for this generation, and let everybody know. Raises: LaunchError."""
-        self._store_up = asyncio.get_running_loop().create_future()
-        order = StoreOrder(
-            generation=plan.generation,
-            world_size=plan.world_size,
-            host=self._config.host,
-            env=self._config.places,
-            log_path=str(self._log_path(f"store-g{plan.generation}")),
-            cwd=self._config.cwd,
-            agent_pid=os.getpid(),
-        )
-        (self._store_host,) = await self._parts.forker.fork([order], self._store_exited)
-        try:
-            async with asyncio.timeout(STORE_UP_S):
-                up = await self._store_up
-        except TimeoutError:
-            raise LaunchError(
-                f"the TCPStore was not up within {STORE_UP_S:g} s; see {order.log_path}"
-            ) from None
         rendezvous = wire.Rendezvous(
-            generation=plan.generation,
+            generation=generation,
             incarnation=self._board.me.incarnation,
             host=self._config.host,
-            port=up.port,
+            port=await self._parts.stores.host(generation),
         )
         self._board.rendezvous = rendezvous
         self._board.changed(urgent=True)
         return rendezvous
-
-    def _store_exited(self, process: WatchedProcess) -> None:
-        """Ranks notice by themselves when the store is gone; before they run, the start has failed."""
-        waiting = self._store_up
-        if process is self._store_host and waiting is not None and not waiting.done():
-            waiting.set_exception(LaunchError(f"the TCPStore's host ended at once; see {self._config.logs}"))
 
     async def _find_rendezvous(self, plan: wire.Plan, launch: Launch) -> wire.Rendezvous:
         """Wait for the store node's word. Raises: LaunchError."""
@@ -546,8 +534,8 @@ class Follower:
         if life is not None and process.status is not None and not life.exit_seen:
             life.exit_seen = True
             task = asyncio.create_task(self._note_exit(life, process.status))
-            self._note_tasks.add(task)
-            task.add_done_callback(self._note_tasks.discard)
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
     async def _note_exit(self, life: RankLife, wait_status: int) -> None:
         await _hear_out(life)

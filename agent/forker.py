@@ -90,7 +90,7 @@ class _Request:
 
 
 class Forker:
-    """See the module. `run` is its task; `fork` may be awaited from one other task at a time."""
+    """See the module. `run` is its task; `fork` may be awaited from others."""
 
     def __init__(self, config: ForkerConfig, processes: Processes, on_change: Callable[[], None]) -> None:
         self._config = config
@@ -307,11 +307,13 @@ class Forker:
 
 def _name(order: Order) -> str:
     if isinstance(order, StoreOrder):
-        return f"store-g{order.generation}"
+        return "store"
     return f"rank-{order.rank}-g{order.generation}"
 
 
 def _of(orders: Sequence[Order]) -> dict[str, object]:
     """For the history: what is started."""
-    ranks = [o.rank for o in orders if not isinstance(o, StoreOrder)]
-    return {"generation": orders[0].generation, "ranks": ranks, "store": len(ranks) < len(orders)}
+    ranks = [o for o in orders if not isinstance(o, StoreOrder)]
+    if not ranks:
+        return {"what": "store"}
+    return {"what": "ranks", "generation": ranks[0].generation, "ranks": [o.rank for o in ranks]}

@@ -38,10 +38,8 @@ class RankOrder(_NodeMessage, frozen=True, kw_only=True, tag="rank"):
 
 
 class StoreOrder(_NodeMessage, frozen=True, kw_only=True, tag="store"):
-    """A host of the TCPStore of one generation to start; it reports with `StoreUpMsg`."""
+    """A host of a TCPStore to start; it reports with `StoreUpMsg`."""
 
-    generation: int
-    world_size: int
     host: str
     env: dict[str, str]
     log_path: str
@@ -104,10 +102,9 @@ Order = RankOrder | StoreOrder
 
 
 class StoreUpMsg(_NodeMessage, frozen=True, kw_only=True, tag="store_up"):
-    """The TCPStore of `generation` listens on `port`. The connection then stays open: its end is the host's end."""
+    """The TCPStore of process `pid` listens on `port`. The connection then stays open: its end is the host's end."""
 
     token: str
-    generation: int
     pid: int
     port: int
 

@@ -94,9 +94,9 @@ class Processes:
         for process in list(self._watched.values()):
             self._unwatch(process)
 
-    def pids(self) -> set[int]:
-        """The living processes that are known."""
-        return set(self._watched)
+    def pids(self, name: str | None = None) -> set[int]:
+        """The living processes that are known, or those of that name."""
+        return {pid for pid, process in self._watched.items() if name is None or process.name == name}
 
     def spawn(
         self,

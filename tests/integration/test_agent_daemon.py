@@ -51,8 +51,8 @@ def test_a_job_of_two_nodes_runs_commits_and_leaves_nothing(make_world: MakeWorl
     world.wait_status(lambda s: {(0, 1, 12), (1, 1, 12)} <= steps_of(s, replica=True), "copies on n1", "n1")
     for rank, uid in enumerate(("n0", "n0", "n1", "n1")):
         assert "failure=''" in world.rank_log(rank, 1, uid)
-    launches = [e for e in world.history() if e["kind"] == "ok" and e.get("pids")]
-    assert len(launches) == 2  # the TCPStore's host, then the ranks
+    launches = [e for e in world.history() if e["kind"] == "invoke" and e.get("what") == "ranks"]
+    assert [(e["generation"], e["ranks"]) for e in launches] == [(1, [0, 1])]
     outcome = wire.Outcome(state="done", exit_code=0, step=12, reason="test", generation=1, run_id="another")
     world.coord.put(world.keys.outcome, wire.encode(outcome))
     time.sleep(0.3)  # that of another run changes nothing, and nothing tells when nothing happens

@@ -17,8 +17,9 @@ import pytest
 from surefoot.agent import linux
 from surefoot.agent.errors import LaunchError
 from surefoot.agent.forker import RANK_MODULES, Forker, ForkerConfig
-from surefoot.agent.messages import RankOrder, StoreOrder, StoreUpMsg
+from surefoot.agent.messages import RankOrder, StoreUpMsg
 from surefoot.agent.processes import Processes, WatchedProcess
+from surefoot.agent.storehost import StoreHosts, StorePlaces
 from surefoot.controller import wire
 
 HERE = str(Path(__file__).parent)
@@ -241,32 +242,33 @@ def test_a_forked_store_serves_a_gloo_job_of_two_forked_ranks(tmp_path: Path) ->
     async def scenario() -> None:
         socket_path = tmp_path / "agent.sock"
         (tmp_path / "token").write_text("secret")
-        up: asyncio.Future[StoreUpMsg] = asyncio.get_running_loop().create_future()
+        stores: list[StoreHosts] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            up.set_result(wire.decode(StoreUpMsg, await reader.readline()))
+            message = wire.decode(StoreUpMsg, await reader.readline())
+            assert message.token == "secret"
+            stores[0].store_up(message)
             await reader.read()
             writer.close()
 
         server = await asyncio.start_unix_server(serve, socket_path)
-        places = {"SUREFOOT_AGENT_SOCKET": str(socket_path), "SUREFOOT_TOKEN_FILE": str(tmp_path / "token")}
-        async with forker_in(tmp_path, modules=RANK_MODULES[:3]) as (forker, _):
-            store = StoreOrder(
-                generation=1,
-                world_size=2,
-                host="127.0.0.1",
-                env=places,
-                log_path=str(tmp_path / "store.log"),
-                cwd=str(tmp_path),
-                agent_pid=os.getpid(),
-            )
-            (host,) = await forker.fork([store], ignore)
-            message = await asyncio.wait_for(up, 30)
-            assert (message.token, message.generation, message.pid) == ("secret", 1, host.pid)
+        env_of_store = {
+            "SUREFOOT_AGENT_SOCKET": str(socket_path),
+            "SUREFOOT_TOKEN_FILE": str(tmp_path / "token"),
+        }
+        async with forker_in(tmp_path, modules=RANK_MODULES[:3]) as (forker, processes):
+            places = StorePlaces(host="127.0.0.1", logs=tmp_path, env=env_of_store, cwd=str(tmp_path))
+            stores.append(StoreHosts(places, forker))
+            await stores[0].keep_spare()
+            (spare,) = processes.pids(name="store")
+            port = await stores[0].host(1)
+            assert processes.pids(name="store") == {spare}, "the spare was taken"
+            await stores[0].keep_spare()
+            assert len(processes.pids(name="store")) == 2
             env = {
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(message.port),
+                "MASTER_PORT": str(port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "1",
                 "RESULT": str(tmp_path / "sum-"),
@@ -274,9 +276,12 @@ def test_a_forked_store_serves_a_gloo_job_of_two_forked_ranks(tmp_path: Path) ->
             ranks = await forker.fork([order(tmp_path, "gloo_job", r, **env) for r in (0, 1)], ignore)
             assert [await r.wait() for r in ranks] == [0, 0], (tmp_path / "gloo_job-0.log").read_text()
             assert [(tmp_path / f"sum-{r}").read_text() for r in (0, 1)] == ["3.0", "3.0"]
-            assert host.alive
+            assert len(processes.pids(name="store")) == 2
+            ended = stores[0].end_others(2)
+            assert [p.pid for p in ended] == [spare]
             server.close()
-            host.kill_group()
-            await host.wait()
+            for process in [*ended, *stores[0].end_all()]:
+                await process.wait()
+            assert processes.pids(name="store") == set()
 
     run(scenario)
