@@ -217,7 +217,10 @@ class Checkpointer:
                 self._start = StartRef(generation=line[-1].generation, step=line[-1].step)
 
     def close(self) -> None:
-        """Wait for the save in flight and let go of everything. Collective. Raises what went wrong with that save."""
+        """Wait for the save in flight and let go of everything. Collective. Raises what went wrong with that save.
+
+        What retention lets go is deleted by rank 0, and gone when its `close` returns; others do not wait for it.
+        """
         try:
             self._settle()
         finally:

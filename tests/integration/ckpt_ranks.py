@@ -278,6 +278,7 @@ def checkpointer(root: str, rank: int, world: int) -> None:
         assert c.load(build(fsdp(world))) is None
         for step in (5, 10, STEP):
             c.save(step, state, extra={"rank": rank})
+    dist.barrier()  # retention is rank 0's, and done when its close returns
     assert ckpt.steps(root) == [10, STEP]
     fill(state, -1)
     loaded = ckpt.load(root, state)
