@@ -58,6 +58,9 @@ class ServerStart:
     host: str
     token_file: Path
     history_path: Path
+    keep: int | None = None
+    """How many checkpoints retention leaves; None: all."""
+    keep_every_steps: int | None = None
 
     def argv(self) -> list[str]:
         argv = ["surefoot.agent.snapshots", "--root", self.root, "--shm-dir", str(self.shm_dir)]
@@ -71,6 +74,10 @@ class ServerStart:
         ]
         if self.budget_bytes is not None:
             argv += ["--budget-bytes", str(self.budget_bytes)]
+        if self.keep is not None:
+            argv += ["--keep", str(self.keep)]
+        if self.keep_every_steps is not None:
+            argv += ["--keep-every-steps", str(self.keep_every_steps)]
         return argv
 
 

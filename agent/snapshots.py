@@ -50,6 +50,7 @@ from surefoot.agent.messages import (
 from surefoot.agent.slots import SlotFolder
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.record import highest_record
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
 from surefoot.failpoint import failpoint
 
@@ -72,6 +73,8 @@ class ServerConfig:
     budget_bytes: int | None
     host: str
     token: str
+    retention: tiers.Retention | None
+    """What is kept after each commit; None: everything."""
 
 
 class SnapshotJobs:
@@ -229,6 +232,20 @@ class SnapshotJobs:
             case _:
                 assert_never(outcome)
 
+    def tidy(self, generation: int) -> None:
+        """After a commit of `generation`: delete the checkpoints that retention lets go. What goes wrong waits for the next.
+
+        Nothing is deleted once a higher record exists: its generation may start from what this one would let go.
+        """
+        if self._config.retention is None:
+            return
+        try:
+            store = self.store()
+            if highest_record(store) <= generation:
+                tiers.apply_retention(store, self._config.retention, generation=generation)
+        except Exception as e:
+            log.warning("old checkpoints could not be deleted this time: %s", e)
+
     def store(self) -> ObjectStore:
         """The object store, opened at the first use; not across a fork, and this process never forks."""
         with self._store_lock:
@@ -286,7 +303,13 @@ class SnapshotService:
                 case UploadMsg() | GiveUpMsg():
                     self._start(self._uploading, message)
                 case CommitMsg():
-                    self._start(self._committing, message)
+                    self._committing.submit(self._commit, message)
+
+    def _commit(self, job: CommitMsg) -> None:
+        answer = self._jobs.run(job)
+        self._send(answer)
+        if isinstance(answer, CommitAnswer) and not answer.failure:
+            self._jobs.tidy(job.generation)
 
     def _start(self, pool: ThreadPoolExecutor, job: ServerJob) -> None:
         pool.submit(lambda: self._send(self._jobs.run(job)))
@@ -315,6 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", required=True, help="the object store's URL")
     parser.add_argument("--shm-dir", type=Path, required=True)
     parser.add_argument("--budget-bytes", type=int)
+    parser.add_argument("--keep", type=int, help="how many checkpoints to keep")
+    parser.add_argument("--keep-every-steps", type=int, help="keep also those of every N-th step")
     parser.add_argument("--host", required=True)
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--history", type=Path)
@@ -332,6 +357,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         budget_bytes=args.budget_bytes,
         host=args.host,
         token=args.token_file.read_text().strip(),
+        retention=None
+        if args.keep is None
+        else tiers.Retention(newest=args.keep, every_steps=args.keep_every_steps),
     )
     with socket.socket(fileno=args.fd) as sock:
         sock.set_inheritable(False)

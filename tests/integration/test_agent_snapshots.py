@@ -81,7 +81,11 @@ class Side:
 
 @asynccontextmanager
 async def nodes(
-    tmp_path: Path, *, tokens: tuple[str, ...] = ("secret", "secret"), budget_bytes: int | None = None
+    tmp_path: Path,
+    *,
+    tokens: tuple[str, ...] = ("secret", "secret"),
+    budget_bytes: int | None = None,
+    keep: int | None = None,
 ) -> AsyncIterator[list[Side]]:
     processes = Processes()
     processes.start()
@@ -101,6 +105,7 @@ async def nodes(
                 host="127.0.0.1",
                 token_file=base / "token",
                 history_path=base / "history.jsonl",
+                keep=keep,
             )
             server = SnapshotServer(start, processes, lambda: None)
             task = asyncio.create_task(server.run())
@@ -361,6 +366,30 @@ def test_two_nodes_upload_and_the_committer_commits_and_is_fenced_later(tmp_path
             assert (await commit(a, 40)).fenced_by == 2
         store = open_store(str(tmp_path / "objects"))
         assert [m.step for m in record.list_manifests(store)] == [20, 40]
+
+    run(scenario)
+
+
+def test_after_a_commit_old_checkpoints_go_unless_a_higher_record_exists(tmp_path: Path) -> None:
+    """A generation that was replaced must not delete what its successor may start from."""
+    store = open_store(str(tmp_path / "objects"))
+
+    def steps() -> list[int]:
+        return [m.step for m in record.list_manifests(store)]
+
+    async def scenario() -> None:
+        open_generation(tmp_path / "objects", 1)
+        async with nodes(tmp_path, keep=2) as (a, b):
+            for step in (20, 40, 60):
+                await asyncio.gather(upload(a, [a.seal(0, step)], 0), upload(b, [b.seal(1, step)], 1))
+                assert (await commit(a, step)).failure == ""
+            await until(lambda: steps() == [40, 60], "step 20 is deleted")
+            open_generation(tmp_path / "objects", 2)
+            for step in (80, 100):
+                await asyncio.gather(upload(a, [a.seal(0, step)], 0), upload(b, [b.seal(1, step)], 1))
+                assert (await commit(a, step)).fenced_by == 2
+            # The committer works one thing after the other, so whatever the first of the two could delete is gone by now.
+            assert steps() == [40, 60, 80, 100]
 
     run(scenario)
 
