@@ -31,7 +31,7 @@ from surefoot.agent import cleanup, decide, flow, linux
 from surefoot.agent.board import Board, RankLife
 from surefoot.agent.config import AgentConfig, lock_node
 from surefoot.agent.coordination import KeyWatch, Registration
-from surefoot.agent.errors import NodeError
+from surefoot.agent.errors import MemoryBudgetError, NodeError
 from surefoot.agent.flow import FlowHooks, SnapshotFlow
 from surefoot.agent.follow import Follower, FollowerConfig, FollowerParts
 from surefoot.agent.forker import RANK_MODULES, Forker, ForkerConfig
@@ -345,6 +345,7 @@ class Agent:
         paths = [self._folder.path("own", life.rank, k) for k in range(wanted.slots)]
         loop = asyncio.get_running_loop()
         try:
+            self._check_memory(wanted)
             for path in paths:
                 await loop.run_in_executor(self._slot_io, self._folder.reserve, path, wanted.slot_bytes)
         except (NodeError, OSError) as e:
@@ -360,6 +361,24 @@ class Agent:
         views = self._folder.views("own", life.rank, wanted.slots)
         held = decide.pool_holdings(views, point)
         life.tell(wire.PoolReadyMsg(paths=tuple(map(str, paths)), held=held))
+
+    def _check_memory(self, wanted: wire.PoolMsg) -> None:
+        """Better now than at the first copy or the first checkpoint. Raises: MemoryBudgetError."""
+        plan, budget = self._board.plan, self._folder.budget_bytes
+        if plan is None or budget is None:
+            return
+        uid = self._board.me.uid
+        own = sum(m.ranks for m in plan.members if m.uid == uid)
+        copied = sum(m.ranks for m in plan.members if plan.peers.get(m.uid) == uid)
+        needed = decide.memory_needed(
+            wanted.slot_bytes, slots=wanted.slots, own_ranks=own, copied_ranks=copied
+        )
+        if needed > budget:
+            raise MemoryBudgetError(
+                f"snapshots need {needed:,} bytes on a node (slots of {wanted.slot_bytes:,} bytes for {own} ranks of its "
+                f"own, for copies of {copied} others, and for uploads); checkpoint.memory_budget allows {budget:,}: raise "
+                "it, or run fewer ranks per node"
+            )
 
     def _sealed(self, life: RankLife, message: wire.SnapshotMsg) -> None:
         path = str(self._folder.path("own", life.rank, message.slot))
@@ -470,6 +489,8 @@ class Agent:
             host=self._config.host,
             token_file=self._config.token_file,
             history_path=self._config.histories / "snapshots.jsonl",
+            keep=self._spec.checkpoint.keep,
+            keep_every_steps=self._spec.checkpoint.keep_every_steps,
         )
 
     def _flow_hooks(self) -> FlowHooks:

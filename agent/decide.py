@@ -290,6 +290,11 @@ def admit_upload(open_attempts: Sequence[tuple[int, int, str]], new: tuple[int, 
     return new in open_attempts or len(open_attempts) < UPLOADS_MAX
 
 
+def memory_needed(slot_bytes: int, *, slots: int, own_ranks: int, copied_ranks: int) -> int:
+    """Bytes of a node's memory that snapshots take at their fullest: pools, copies of a peer's ranks, pins of uploads."""
+    return slot_bytes * (own_ranks * (slots + UPLOADS_MAX) + copied_ranks * slots)
+
+
 # ---------------------------------------------------------------- heartbeat
 
 WRITES_PER_S_MAX = 500

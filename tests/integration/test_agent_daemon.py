@@ -247,7 +247,7 @@ def test_too_small_a_budget_is_one_error(make_world: MakeWorld) -> None:
     world.publish(world.plan("n0"))
     status = world.wait_status(lambda s: s.start_failure is not None, "told")
     assert status.start_failure is not None
-    assert "memory_budget allows 50,000" in status.start_failure.detail
+    assert "checkpoint.memory_budget allows 50,000" in status.start_failure.detail
     assert status.start_failure.error is not None
 
 
@@ -291,6 +291,57 @@ def test_a_lease_that_is_revoked_is_replaced_and_ranks_notice_nothing(make_world
     after = world.wait_status(lambda s: s.state == "running", "status is back")
     assert [r.pid for r in after.ranks] == [r.pid for r in before.ranks]
     assert all(alive(r.pid) for r in after.ranks)
+
+
+def helpers(world: AgentWorld, name: str) -> list[int]:
+    """Pids of a node's processes by the name that they gave themselves."""
+    found = marks.find(run_id=world.owner.run_id, node="n0")
+    return [p.pid for p in found if Path(f"/proc/{p.pid}/comm").read_text().strip() == name]
+
+
+def test_helpers_that_die_are_replaced_and_ranks_train_on(make_world: MakeWorld) -> None:
+    world = make_world(steps=60, every=5, params={"step_s": 0.05, "hang_at": 50})
+    world.start()
+    info = world.parked()
+    world.publish(world.plan("n0"))
+    world.wait_status(lambda s: any(r.step > 3 for r in s.ranks), "runs")
+    before = world.status()
+    assert before is not None
+    for name in ("sf-zygote", "sf-snapshots", "sf-store"):
+        (pid,) = helpers(world, name)[:1]
+        os.kill(pid, signal.SIGKILL)
+        if name != "sf-store":
+            until(lambda n=name, p=pid: helpers(world, n) not in ([], [p]), f"another {name}")
+    changed = until(
+        lambda: (i := world.info("n0")) and i.flight_port not in (0, info.flight_port) and i, "told"
+    )
+    assert changed.incarnation == info.incarnation
+    status = world.wait_status(lambda s: any(r.step == 50 for r in s.ranks), "trains on")
+    assert [r.pid for r in status.ranks] == [r.pid for r in before.ranks]
+    assert status.committed is not None
+    assert status.committed.failure == ""
+    world.publish(world.plan("n0", **world.from_memory(49, {0: "n0", 1: "n0"})))
+    world.wait_status(
+        lambda s: s.generation == 2 and all(r.exit for r in s.ranks) and len(s.ranks) == 2, "done"
+    )
+
+
+def test_what_is_wrong_from_the_start_is_said_and_has_its_exit_code(make_world: MakeWorld) -> None:
+    world = make_world()
+    endpoint = world.endpoint
+    world.endpoint = "127.0.0.1:1"
+    assert world.start().wait(30) == 5
+    assert "no etcd answers at 127.0.0.1:1" in world.log()
+    world.endpoint = endpoint
+    token, job_file = world.owner.token_file.read_text(), world.job_file.read_text()
+    world.owner.token_file.unlink()
+    assert world.start().wait(30) == 2
+    assert "the token file" in world.log()
+    world.owner.token_file.write_text(token)
+    world.job_file.write_text(job_file.replace("steps = ", "stepps = "))
+    assert world.start().wait(30) == 2
+    assert "did you mean 'steps'" in world.log()
+    assert marks.find(run_id=world.owner.run_id) == []
 
 
 def test_two_agents_in_one_state_folder(make_world: MakeWorld) -> None:

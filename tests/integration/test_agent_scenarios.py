@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -133,6 +134,29 @@ def test_snapshots_of_a_former_life_are_adopted_if_they_are_whole(make_world: Ma
     assert f"restored generation 1 step {step}" in world.rank_log(0, 2)
     logs = sorted(p.name for p in (world.state_dir("n0") / "logs").glob("rank-*"))
     assert logs == ["rank-0-g1.log", "rank-0-g2.log", "rank-1-g1.log", "rank-1-g2.log"]
+
+
+@pytest.mark.parametrize("edge", ["launch.before_fork", "launch.after_fork"])
+def test_an_agent_that_dies_at_the_edge_of_a_launch_never_launches_twice(
+    make_world: MakeWorld, edge: str
+) -> None:
+    world = make_world()
+    agent = world.start(env={"SUREFOOT_CHAOS": "1", "SUREFOOT_FAILPOINTS": f"{edge}=crash"})
+    first = world.parked()
+    world.publish(world.plan("n0"))
+    assert agent.wait(20) == -signal.SIGKILL
+    world.start()
+    world.parked(incarnation_before=first.incarnation)
+    world.publish(world.plan("n0"))
+    world.wait_status(lambda s: len(s.ranks) == 2 and all(r.exit for r in s.ranks), "finished")
+    noted = [
+        json.loads(line) for line in (world.state_dir("n0") / "processes.jsonl").read_text().splitlines()
+    ]
+    launched = [(n["generation"], n["rank"]) for n in noted]
+    assert sorted(launched) == sorted(set(launched))
+    expected = {(2, 0), (2, 1)} if edge == "launch.before_fork" else {(1, 0), (1, 1), (2, 0), (2, 1)}
+    assert set(launched) == expected
+    assert all(n["start_time"] > 0 for n in noted)
 
 
 # ---------------------------------------------------------------- CTL-03: however an agent ends, it ends no job

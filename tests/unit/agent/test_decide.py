@@ -234,6 +234,10 @@ def test_uploads_are_bounded() -> None:
     assert decide.admit_upload([one, two], two)  # another rank's snapshot of an attempt under way
 
 
+def test_memory_needed_counts_pools_copies_and_pins() -> None:
+    assert decide.memory_needed(10, slots=3, own_ranks=2, copied_ranks=2) == 10 * (6 + 4 + 6)
+
+
 def test_heartbeat_times() -> None:
     def due(*, changed: bool = False, urgent: bool = False) -> float:
         return decide.status_due_s(100.05, written_s=100.0, period_s=1.0, changed=changed, urgent=urgent)
