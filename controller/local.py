@@ -16,7 +16,8 @@ Layout of the run folder (its lock, token and owner.json are `marks.RunOwner`'s)
     nodes/<uid>/             state folder of an agent
     logs/<component>.log     stdout and stderr of each
 
-The runner does not start a lost node again: that is what standbys are for.
+The runner does not start a lost node again: that is what standbys are for. The last controller, though, is started again
+when a signal ended it, a few times: without one nobody answers faults.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ PREFLIGHT_S = 15.0
 
 GRACE_S_MAX = 10.0
 """SIGTERM to SIGKILL when a run is ended from outside; the agents' own, for their ranks, is ``policy.grace_s``."""
+
+REVIVALS_MAX = 3
+"""How often the last controller is started again. One that is killed more often is killed for a reason (memory)."""
 
 KEPT_RUNS_MAX = 5
 """How many failed runs' logs are kept under the base folder."""
@@ -140,6 +144,7 @@ class LocalRun:
         self._keep = keep
         self._base = base
         self._endpoint = etcd_endpoint
+        self._etcd_address = ""
         self._etcd_port = etcd_port
         self._environment = dict(environment or {})
         self._owner: marks.RunOwner | None = None
@@ -149,6 +154,8 @@ class LocalRun:
         self._reader: JobReader | None = None
         self._controllers: dict[str, Component] = {}
         self._agents: dict[str, Component] = {}
+        self._revivals = 0
+        self._told: set[str] = set()
         self._outcome: wire.Outcome | None = None
         self._interrupted = False
 
@@ -252,7 +259,13 @@ class LocalRun:
         return self._outcome
 
     def check(self) -> None:
-        """Raises RunFailedError if the run cannot come to an outcome any more: too much of it has ended."""
+        """Look after the processes: start the last controller again, say which others have ended.
+
+        Raises:
+            RunFailedError: the run cannot come to an outcome any more: too much of it has ended.
+        """
+        self._tell_ended()
+        self._revive()
         failure = self._failure()
         # Agents and controllers leave when the outcome is written: look for it once more before blaming them.
         if failure is not None and self.outcome() is None:
@@ -282,7 +295,7 @@ class LocalRun:
         folder = self.folder = owner.folder
         (folder / "logs").mkdir()
         shutil.copyfile(self.job_file, folder / "job.toml")
-        endpoint = self._endpoint or self._start_etcd(owner)
+        endpoint = self._etcd_address = self._endpoint or self._start_etcd(owner)
         try:
             self._store = connect(endpoint)
         except CoordError as e:
@@ -328,7 +341,7 @@ class LocalRun:
         self._agents[uid] = self._start_component(owner, uid, "agent", arguments)
 
     def _common(self, owner: marks.RunOwner, endpoint: str, state: Path) -> list[str]:
-        state.mkdir(mode=0o700, parents=True)
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
         return [
             *("--job", str(owner.folder / "job.toml")),
             *("--etcd", endpoint),
@@ -360,6 +373,28 @@ class LocalRun:
         # The job's modules stand where the user is (python -m puts that first) or beside the job file.
         path = [str(self.job_file.absolute().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {"PYTHONPATH": os.pathsep.join(path)} | self._environment
+
+    def _tell_ended(self) -> None:
+        """Say once of each process that ended by itself with an error: a standby may hide it, but not from the operator."""
+        for component in (*self._controllers.values(), *self._agents.values()):
+            if component.ended and component.process.returncode > 0 and component.name not in self._told:
+                self._told.add(component.name)
+                if self.outcome() is None:
+                    log.warning("%s", component.how_ended())
+
+    def _revive(self) -> None:
+        """Start a controller again where signals have ended all of them."""
+        owner, store = self._owner, self._store
+        gone = [c for c in self._controllers.values() if c.ended]
+        all_killed = len(gone) == len(self._controllers) and all(c.process.returncode < 0 for c in gone)
+        if not gone or not all_killed or owner is None or store is None or self.outcome() is not None:
+            return
+        if self._revivals < REVIVALS_MAX:
+            self._revivals += 1
+            log.warning(
+                "%s; it is started again (%d of %d)", gone[0].how_ended(), self._revivals, REVIVALS_MAX
+            )
+            self._start_controller(owner, self._etcd_address, next(iter(self._controllers)))
 
     def _failure(self) -> RunFailedError | None:
         if self._etcd is not None and not self._etcd.alive():

@@ -179,3 +179,17 @@ def test_an_agent_that_is_gone_is_not_started_again_and_ends_the_run(
     assert run.returncode == 3, err
     assert "agent-n0 was ended by SIGKILL" in err.splitlines()[-1]
     assert home.left() == []
+
+
+def test_the_only_controller_is_started_again_when_it_was_killed(home, write_job, here, eventually) -> None:
+    run = home.start("run", write_job("slow", steps=60), "--json", **here)
+    eventually(running(home), within_s=60)
+    (living,) = marks.living_runs(home.folder)
+    (controller,) = marks.find(run_id=living.run_id, node="controller-a")
+    os.kill(controller.pid, signal.SIGKILL)
+    out, err = run.communicate(timeout=90)
+    assert run.returncode == 0, err
+    assert "controller-a was ended by SIGKILL" in err
+    seen = json.loads(out)
+    assert (seen["step"], seen["generation"]) == (60, 1)
+    assert home.left() == []
