@@ -179,7 +179,7 @@ def observe(
     committed, damage = _committed(records, manifests)
     leader = held.get(layout.leader)
     known_incidents = tuple(sorted(told.values(), key=lambda i: (i.generation, i.id)))
-    nodes = _nodes(plan, infos, statuses)
+    nodes = _nodes(plan, infos, statuses) if keys is not None else ()
     ranks = [rank for node in nodes if node.generation == generation for rank in node.ranks]
     step = _newest_step(plan, ranks, outcome, committed)
     complete = bool(committed) and committed[-1].step == facts.steps
@@ -463,10 +463,6 @@ def _generation_text(g: GenerationView) -> str:
 
 def incident_text(incident: wire.Incident) -> str:
     """One line: what struck, what was done, and how long it took."""
-    what = _FAULTS.get(incident.fault, incident.fault.replace("_", " "))
-    if incident.rank is None and "{rank}" in what:  # nobody knows whose fault a hang is
-        what = what.replace("rank {rank} on {node}", "the job")
-    what = what.format(rank=incident.rank, node=incident.node or "?")
     first = incident.evidence[0] if incident.evidence else ""
     # The evidence names who and where as well: once is enough.
     first = re.sub(rf"^rank {incident.rank} on {re.escape(incident.node)}\b( \(initiating\))?:? *", "", first)
@@ -475,7 +471,14 @@ def incident_text(incident: wire.Incident) -> str:
     took = (
         f"; stepping again after {incident.first_step_s:.1f} s" if incident.first_step_s is not None else ""
     )
-    return f"step {incident.step}: {what}{evidence}{answer}{took}"
+    return f"step {incident.step}: {_what(incident)}{evidence}{answer}{took}"
+
+
+def _what(incident: wire.Incident) -> str:
+    what = _FAULTS.get(incident.fault, incident.fault.replace("_", " "))
+    if incident.rank is None and "{rank}" in what:  # nobody knows whose fault a hang is
+        what = what.replace("rank {rank} on {node}", "the job")
+    return what.format(rank=incident.rank, node=incident.node or "?")
 
 
 def incident_story(incident: wire.Incident) -> list[str]:
@@ -496,7 +499,7 @@ def incident_story(incident: wire.Incident) -> list[str]:
     )
     rows = [
         ("incident", f"{i.id} ({'closed' if i.closed else 'open'})"),
-        ("what", incident_text(i).split("; ")[0]),
+        ("what", _what(i)),
         ("struck", f"generation {i.generation}, step {i.step}"),
         *(("evidence", line) for line in i.evidence),
         ("cause", f"{i.fault}{charged}{left}" if i.fault else ""),

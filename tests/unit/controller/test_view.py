@@ -259,7 +259,7 @@ def test_the_story_is_in_causal_order() -> None:
 
 def test_without_etcd_the_committed_history_is_shown() -> None:
     seen = observe(None, plan(1), manifests=[manifest(1, 20)])
-    assert (seen.phase, seen.generation, seen.step) == ("unknown", 1, 20)
+    assert (seen.phase, seen.generation, seen.step, seen.nodes) == ("unknown", 1, 20, ())
     assert "no etcd to ask" in seen.now
     assert observe(None, plan(1), manifests=[manifest(1, 60)]).phase == "done"
     assert observe(None).now == "nothing is recorded yet"
@@ -358,6 +358,26 @@ def test_news_of_an_incident_come_with_its_decision_and_with_its_end() -> None:
         [],
         ["i1: step 23: rank 2 on n1 died (signal 9); restart"],
         ["i1: stepping again 1.3 s after it was noticed"],
+    ]
+
+
+def test_the_whole_of_an_incident() -> None:
+    incident = wire.Incident(
+        id="i1", fault="hang", cause="workload", generation=1, step=23, evidence=("rank 0: nothing moved", "stacks kept"),
+        rule="no progress", decision="restart", new_generation=2, budget_left=2, decided_s=0.1, first_step_s=1.5, closed=True,
+        start=wire.StartingPoint(generation=1, step=22, tier="memory"),
+    )  # fmt: skip
+    assert view.incident_story(incident) == [
+        "incident:  i1 (closed)",
+        "what:      the job stopped making progress",
+        "struck:    generation 1, step 23",
+        "evidence:  rank 0: nothing moved",
+        "evidence:  stacks kept",
+        "cause:     hang; charged to the budget of workload failures (2 left)",
+        "rule:      no progress",
+        "decision:  restart",
+        "answer:    generation 2 from step 22 of generation 1 (memory)",
+        "cost:      decided after 0.10 s, first step after 1.50 s",
     ]
 
 
