@@ -19,7 +19,7 @@ JOB = """
 [job]
 name = "{name}"
 steps = {steps}
-root = "{folder}/objects-{name}"
+root = "{root}"
 [program]
 train = "{module}:{train}"
 data = "cli_jobs:data"
@@ -39,13 +39,10 @@ def write_job(home) -> Callable[..., str]:
     rows = [f"row {i} " + "x" * (i % 17) for i in range(400)]
     pq.write_table(pa.table({"text": rows}), home.folder / "text" / "part-0.parquet", row_group_size=50)
 
-    def write(
-        train: str, *, steps: int = 12, nodes: int = 1, name: str = "tiny", module: str = "cli_jobs"
-    ) -> str:
+    def write(train: str, *, name: str = "tiny", **changes: Any) -> str:
         path = home.folder / f"{name}.toml"
-        path.write_text(
-            JOB.format(name=name, train=train, steps=steps, nodes=nodes, module=module, folder=home.folder)
-        )
+        facts = {"steps": 12, "nodes": 1, "module": "cli_jobs", "root": f"{home.folder}/objects-{name}"}
+        path.write_text(JOB.format(name=name, train=train, folder=home.folder, **(facts | changes)))
         return str(path)
 
     return write
@@ -127,6 +124,27 @@ def test_a_function_that_does_not_exist(home, write_job, here, module: str, trai
     assert result.returncode == 4, result.stderr
     assert says in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+    assert home.left() == []
+
+
+def test_data_without_the_column(home, write_job, here) -> None:
+    pq.write_table(pa.table({"words": ["a"]}), home.folder / "text" / "part-0.parquet")
+    result = home.call("run", write_job("quick"), **here)
+    assert result.returncode == 4, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert "part-0.parquet" in last
+    assert "'text'" in last
+    assert "words" in last
+    assert "Traceback" not in result.stderr
+    assert home.left() == []
+
+
+@pytest.mark.s3
+def test_a_job_on_s3(home, write_job, here, s3_url: str) -> None:
+    job = write_job("quick", root=s3_url)
+    result = home.call("run", job, **here)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(home.call("status", job, "--json").stdout)["committed"] == {"generation": 1, "step": 12}
     assert home.left() == []
 
 
