@@ -359,14 +359,14 @@ class _Target:
 
 def _target(job_file: Path | None, root: str | None, etcd: str | None) -> _Target:
     """What the options name; a run of that job on this machine lends its etcd's address, and its job file."""
-    from surefoot.controller.reader import facts_of
+    from surefoot.controller.reader import facts_of, same_root
     from surefoot.controller.view import JobFacts
 
     if job_file is None and root is None:
         raise CommandError("which job? Give JOB.toml, or --root URL", ExitCode.USAGE)
     if job_file is None:
         assert root is not None
-        living = _living_run(lambda facts: _same_root(facts.get("root"), root))
+        living = _living_run(lambda facts: same_root(facts.get("root"), root))
         own_file = living.folder / "job.toml" if living else None
         facts = (
             facts_of(_load(own_file)) if own_file else JobFacts(name="", steps=None, nodes=None, root=root)
@@ -374,16 +374,12 @@ def _target(job_file: Path | None, root: str | None, etcd: str | None) -> _Targe
     else:
         facts = facts_of(_load(job_file))
         root = root or facts.root
-        living = _living_run(lambda f: f.get("job") == facts.name and _same_root(f.get("root"), root))
+        living = _living_run(lambda f: f.get("job") == facts.name and same_root(f.get("root"), root))
     return _Target(facts=facts, root=root, etcd=etcd or (living.facts.get("etcd") if living else None))
 
 
 def _living_run(fits: Callable[[Mapping[str, Any]], bool]) -> marks.LivingRun | None:
     return next((run for run in reversed(marks.living_runs()) if fits(run.facts)), None)
-
-
-def _same_root(one: object, other: object) -> bool:
-    return str(one).removeprefix("file://").rstrip("/") == str(other).removeprefix("file://").rstrip("/")
 
 
 def _look(target: _Target) -> JobView:

@@ -50,7 +50,7 @@ from surefoot.ckpt.store import (
 from surefoot.controller import etcd, view, wire
 from surefoot.controller.keys import Keys
 from surefoot.controller.lastwords import first_error
-from surefoot.controller.reader import JobReader, facts_of
+from surefoot.controller.reader import JobReader, facts_of, same_root
 from surefoot.controller.spec import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, connect
 from surefoot.exitcodes import ExitCode
@@ -294,6 +294,7 @@ class LocalRun:
     def _start_all(self, owner: marks.RunOwner) -> None:
         folder = self.folder = owner.folder
         (folder / "logs").mkdir()
+        self._claim_root(owner)
         shutil.copyfile(self.job_file, folder / "job.toml")
         endpoint = self._etcd_address = self._endpoint or self._start_etcd(owner)
         try:
@@ -303,15 +304,29 @@ class LocalRun:
         self._reader = JobReader(
             facts_of(self.spec), store=self._store, objects=self._objects, run_id=owner.run_id
         )
-        owner.describe(
-            etcd=endpoint,
-            root=self.spec.job.root,
-            job_file=str(self.job_file.absolute()),
-        )
+        owner.describe(etcd=endpoint, **self._facts())
         for i in range(self._controller_count):
             self._start_controller(owner, endpoint, _letter(i))
         for i in range(self.spec.layout.nodes + self.spec.layout.standbys):
             self._start_agent(owner, endpoint, f"n{i}")
+
+    def _facts(self) -> dict[str, str]:
+        """What owner.json says of the job."""
+        return {"root": self.spec.job.root, "job_file": str(self.job_file.absolute())}
+
+    def _claim_root(self, owner: marks.RunOwner) -> None:
+        """Refuse a root that another run on this machine trains into; two that start at once may both refuse.
+
+        Nothing would be lost otherwise (records fence), but each would undo the other's work.
+        """
+        owner.describe(**self._facts())
+        for other in marks.living_runs(self._base):
+            if other.run_id != owner.run_id and same_root(other.facts.get("root"), self.spec.job.root):
+                raise RunFailedError(
+                    f"{self.spec.job.root} is in use by another run of job {other.facts.get('job')} "
+                    f"(pid {other.facts.get('pid')}): end that one, or give this one another job.root",
+                    ExitCode.ENVIRONMENT,
+                )
 
     def _start_etcd(self, owner: marks.RunOwner) -> str:
         try:

@@ -32,6 +32,15 @@ def facts_of(spec: JobSpec) -> view.JobFacts:
     )
 
 
+def same_root(one: object, other: object) -> bool:
+    """Do two ways of writing a root mean the same place?"""
+    return _plain(one) == _plain(other)
+
+
+def _plain(root: object) -> str:
+    return str(root).removeprefix("file://").rstrip("/")
+
+
 class JobReader:
     """Makes snapshots of one job, each carrying on the loss curve of the one before. Safe to use from several threads."""
 

@@ -211,3 +211,16 @@ def test_the_only_controller_is_started_again_when_it_was_killed(home, write_job
     seen = json.loads(out)
     assert (seen["step"], seen["generation"]) == (60, 1)
     assert home.left() == []
+
+
+def test_a_second_run_into_the_same_root_is_refused(home, write_job, here, eventually) -> None:
+    job = write_job("slow", steps=1000)
+    first = home.start("run", job, **here)
+    eventually(lambda: marks.living_runs(home.folder) and marks.living_runs(home.folder)[0].facts.get("root"))
+    second = home.call("run", job, **here)
+    assert second.returncode == 5
+    assert f"objects-tiny is in use by another run of job tiny (pid {first.pid})" in second.stderr
+    assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert home.left() == []
