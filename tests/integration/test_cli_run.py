@@ -205,7 +205,7 @@ def test_the_only_controller_is_started_again_when_it_was_killed(home, write_job
     (living,) = marks.living_runs(home.folder)
     (controller,) = marks.find(run_id=living.run_id, node="controller-a")
     os.kill(controller.pid, signal.SIGKILL)
-    out, err = run.communicate(timeout=90)
+    out, err = run.communicate(timeout=150)
     assert run.returncode == 0, err
     assert "controller-a was ended by SIGKILL" in err
     seen = json.loads(out)
