@@ -2,6 +2,9 @@
 
 The step loop opens a step, the training code takes its batch, the loop asks what was taken. Anything else is refused
 with the step and the remedy: a batch too few or too many would silently shift every later step's samples.
+
+One batch is fetched ahead, at the end of the step before, so that a step knows whether it is the last that the data gives.
+The cursor is taken before that: it always stands behind the batch that was handed out last.
 """
 
 from __future__ import annotations
@@ -60,6 +63,11 @@ class StepData:
         self._batches: Iterator[Any] | None = None
         self._step: int | None = None
         self._batch: Batch | None = None
+        self._looked = False
+        self._ahead: Any = None
+        """Once looked: the next batch, the exception that its reading raised, or None where the data has ended."""
+        self._cursor: dict[str, Any] = {}
+        """Once looked: where the loader stood before it."""
 
     def __iter__(self) -> StepData:
         return self
@@ -73,25 +81,44 @@ class StepData:
                 f"next(data) was called a second time in step {step}: one batch is one step; "
                 "for gradient accumulation go through batch.microbatches"
             )
-        with self._fetching():
-            batch = self._fetch(step)
+        batch = self._next_batch(step)
         self._batch = batch
         self._taken(batch)
         return batch
 
-    def _fetch(self, step: int) -> Any:
+    def _next_batch(self, step: int) -> Any:
+        self._look_ahead()
+        if isinstance(self._ahead, Exception):
+            raise self._ahead
+        if self._ahead is None:
+            raise DataEndedError(
+                f"the data ended after step {step - 1}: let a source repeat (when_used_up), or take fewer steps"
+            )
+        if self._ahead.step != step:
+            raise RanksDisagreeError(f"the loader gave the batch of step {self._ahead.step} in step {step}")
+        batch, self._ahead, self._looked = self._ahead, None, False
+        return batch
+
+    def ended(self) -> bool:
+        """Whether the data has no batch after the one handed out last; all ranks find the same. Reads the next batch.
+
+        What goes wrong in that is raised where the batch is taken.
+        """
+        self._look_ahead()
+        return self._ahead is None
+
+    def _look_ahead(self) -> None:
+        if self._looked:
+            return
+        self._cursor = self._loader.state_dict()
         if self._batches is None:
             self._batches = iter(self._loader)
         try:
-            batch = next(self._batches)
-        except StopIteration:
-            raise DataEndedError(
-                f"the data ended after step {step - 1}: let a source repeat (when_used_up), "
-                f"or set job.steps to {step - 1}"
-            ) from None
-        if batch.step != step:
-            raise RanksDisagreeError(f"the loader gave the batch of step {batch.step} in step {step}")
-        return batch
+            with self._fetching():
+                self._ahead = next(self._batches, None)
+        except Exception as e:
+            self._ahead = e
+        self._looked = True
 
     def open(self, step: int) -> None:
         """Step `step` begins: one batch may be taken."""
@@ -112,7 +139,7 @@ class StepData:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor after the batch taken last."""
-        return self._loader.state_dict()
+        return self._cursor if self._looked else self._loader.state_dict()
 
     def load_state_dict(self, cursor: Mapping[str, Any]) -> None:
         """Go to `cursor`; before the first batch only."""

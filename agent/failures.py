@@ -7,7 +7,7 @@
     │   ├── EntryPointError          `module:function` names nothing
     │   ├── LayoutUnsupportedError   a mesh this version cannot run
     │   ├── BatchCountError          not exactly one next(data) in a step
-    │   └── DataEndedError           the data ends before job.steps
+    │   └── DataEndedError           a step was begun after the data had ended
     ├── RankWorldError           the world failed: the next generation may do better
     │   ├── AgentTimeoutError        the agent did not answer in time
     │   ├── StartupError             the starting point could not be taken up by all ranks
@@ -55,7 +55,7 @@ class BatchCountError(MisuseError):
 
 
 class DataEndedError(MisuseError):
-    """The data ended before the last step of the spec."""
+    """A step was begun after the data had ended."""
 
 
 class RankWorldError(SessionError):

@@ -175,13 +175,16 @@ class StepLoop:
         self.finished = facts.plan.start.step
         """The last finished step."""
         self.ended = self.finished >= facts.steps
-        """The last step is behind: the spec's, or the one at which the agent asked to stop."""
+        """The last step is behind: the spec's, the data's, or the one at which the agent asked to stop."""
 
     # ---- the loop
 
     def __iter__(self) -> Iterator[int]:
         self._restore()
         self.tracer.watch(self.state)
+        if not self.ended and self._data_had_ended():
+            self.ended = True
+            return
         for step in range(self.facts.plan.start.step + 1, self.facts.steps + 1):
             begun = time.monotonic()
             self.tracer.step = step
@@ -203,7 +206,7 @@ class StepLoop:
         self.tracer.note("step_end", loss=loss, samples=len(batch.sample_ids), ids=list(batch.sample_ids))
         self._extend_ledger(step, batch.sample_ids, loss)
         attempt = verdict.attempt
-        last = step == self.facts.steps or verdict.stop
+        last = step == self.facts.steps or verdict.stop or self.data.ended()
         if last and attempt is None:
             attempt = self._agree(step, 0.0, 0, 1, insist=True).attempt
         slot = self._stage(step, verdict.replicated)
@@ -230,6 +233,18 @@ class StepLoop:
         self.tracer.note(
             "restored", tier=start.tier, start_generation=start.generation, start_step=start.step
         )
+
+    def _data_had_ended(self) -> bool:
+        """Whether the starting point is the end of the data already. It is committed before the loop ends, if it was not."""
+        start = self.facts.plan.start
+        if start.tier == "nothing" or not self.data.ended():
+            return False
+        if start.tier == "memory":
+            verdict = self._agree(start.step, 0.0, 0, 1, insist=True)
+            slot = self._stage(start.step, verdict.replicated)
+            self._announce(start.step, slot, verdict.attempt)
+            self._await_last_commit(start.step, slot)
+        return True
 
     def _restored_from(self, start: StartingPoint) -> Restored:
         facts = self.facts

@@ -16,6 +16,7 @@ from surefoot.agent.failures import (
     AgentTimeoutError,
     BatchCountError,
     CommitGivenUpError,
+    DataEndedError,
     RanksDisagreeError,
     StartupError,
 )
@@ -52,10 +53,13 @@ class FakeBatch:
 
 
 class FakeLoader(Iterator[FakeBatch]):
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
         self.step = 0
+        self.last = last
 
     def __next__(self) -> FakeBatch:
+        if self.step == self.last:
+            raise StopIteration
         self.step += 1
         return FakeBatch(self.step)
 
@@ -157,7 +161,13 @@ class Bench:
     """One rank's loop (rank 0 of one, unless `other` speaks for a second rank)."""
 
     def __init__(
-        self, folder: Path, *, start: StartingPoint | None = None, steps: int = 6, every: int = 3
+        self,
+        folder: Path,
+        *,
+        start: StartingPoint | None = None,
+        steps: int = 6,
+        every: int = 3,
+        data_ends: int = 100,
     ) -> None:
         self.link = FakeLink(folder)
         self.stager = FakeStager()
@@ -165,7 +175,7 @@ class Bench:
         self.other: Callable[[StepWord], StepWord] | None = None
         self.pauses: list[float] = []
         self.committed_calls: list[tuple[int, int]] = []
-        self.data = StepData(FakeLoader(), fetching=nullcontext, taken=lambda batch: None)
+        self.data = StepData(FakeLoader(data_ends), fetching=nullcontext, taken=lambda batch: None)
         restore_path = folder / "restore"
         restore_path.write_bytes(b"x")
         plan = Plan(
@@ -447,3 +457,33 @@ def test_a_stop_commits_the_step_it_falls_in(tmp_path: Path) -> None:
     assert seen == list(range(1, 8))
     assert [step for step, _ in bench.attempts] == [7]
     assert bench.loop.ended
+
+
+# ---------------------------------------------------------------- the data ends first
+
+
+def test_the_end_of_the_data_ends_the_loop_with_a_commit(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=6, every=3, data_ends=4)
+    assert bench.run() == [1, 2, 3, 4]
+    assert [step for step, _ in bench.attempts] == [3, 4]
+    assert bench.loop.ended
+    assert bench.loop.finished == 4
+
+
+def test_resumed_at_the_end_of_the_data_there_is_nothing_to_do(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, start=STORE, steps=20, data_ends=10)
+    assert bench.run() == []
+    assert bench.attempts == []
+    assert bench.loop.ended
+
+
+def test_resumed_from_memory_at_the_end_of_the_data_that_step_is_committed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, start=MEMORY, steps=20, data_ends=10)
+    assert bench.run() == []
+    assert [step for step, _ in bench.attempts] == [10]
+    assert bench.loop.ended
+
+
+def test_data_without_a_first_batch_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataEndedError):
+        Bench(tmp_path, data_ends=0).run()
