@@ -55,6 +55,8 @@ def gloo_job() -> int:
     import torch
     import torch.distributed as dist
 
+    # A client of etcd or gRPC in a process that forks loader workers crashes the child (CTL-28).
+    assert not {"grpc", "etcd3", "surefoot.controller.etcdstore"} & set(sys.modules)
     dist.init_process_group("gloo")
     total = torch.tensor([float(os.environ["RANK"]) + 1])
     dist.all_reduce(total)
@@ -126,6 +128,9 @@ def train_in_images() -> int:
     spec = load_spec(os.environ["SUREFOOT_JOB"])
     params = spec.program.params
     faults = params if plan.generation == 1 else {}
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    socket.create_connection(address, timeout=10).close()  # what a real rank does first
+    print(f"rendezvous at {address[1]}")
     begun = plan.start.step
     if link.start.restore_path is not None:
         with mapped(Path(link.start.restore_path)) as view:

@@ -1,10 +1,11 @@
-"""Scenario rows CTL-33, CTL-34, CTL-35 and the agent's side of CTL-03 (shared/scenarios/control.md), on one node."""
+"""Scenario rows CTL-17, CTL-33, CTL-34, CTL-35 and the agent's side of CTL-03 (shared/scenarios/control.md), as far as agents go."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,6 +135,37 @@ def test_snapshots_of_a_former_life_are_adopted_if_they_are_whole(make_world: Ma
     assert f"restored generation 1 step {step}" in world.rank_log(0, 2)
     logs = sorted(p.name for p in (world.state_dir("n0") / "logs").glob("rank-*"))
     assert logs == ["rank-0-g1.log", "rank-0-g2.log", "rank-1-g1.log", "rank-1-g2.log"]
+
+
+def test_ctl_17_an_address_of_an_older_generation_is_never_read(make_world: MakeWorld) -> None:
+    """Three nodes; the one that hosts the rendezvous is lost, its keys still stand, and its old port swallows packets."""
+    world = make_world(nodes=3, ranks=1, params={"hang_at": 4})
+    for uid in ("n0", "n1", "n2"):
+        world.start(uid)
+    for uid in ("n0", "n1", "n2"):
+        world.parked(uid)
+    world.publish(world.plan("n0", "n1", "n2"))
+    old = world.wait_status(lambda s: any(r.step == 4 for r in s.ranks), "runs").rendezvous
+    assert old is not None
+    for process in marks.find(run_id=world.owner.run_id, node="n0"):
+        name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+        # A stopped host still takes connections, and never answers.
+        os.kill(process.pid, signal.SIGSTOP if name == "sf-store" else signal.SIGKILL)
+    world.agents["n0"].wait()
+    socket.create_connection((old.host, old.port), timeout=5).close()
+    found = world.status("n0")
+    assert found is not None, "the lost node's keys stand until its lease ends, or the row tests nothing"
+    assert found.rendezvous == old
+    world.publish(world.plan("n1", "n2", reason=wire.Reason(kind="replace", fault="node_loss")))
+    for uid in ("n1", "n2"):
+        world.wait_status(lambda s: len(s.ranks) == 1 and all(r.exit for r in s.ranks), "finished", uid)
+    new = world.status("n1")
+    assert new is not None
+    assert new.rendezvous is not None
+    assert new.rendezvous.generation == 2
+    assert new.rendezvous.port != old.port
+    for rank, uid in enumerate(("n1", "n2")):
+        assert f"rendezvous at {new.rendezvous.port}" in world.rank_log(rank, 2, uid)
 
 
 @pytest.mark.parametrize("edge", ["launch.before_fork", "launch.after_fork"])

@@ -256,7 +256,7 @@ def test_a_forked_store_serves_a_gloo_job_of_two_forked_ranks(tmp_path: Path) ->
             "SUREFOOT_AGENT_SOCKET": str(socket_path),
             "SUREFOOT_TOKEN_FILE": str(tmp_path / "token"),
         }
-        async with forker_in(tmp_path, modules=RANK_MODULES[:3]) as (forker, processes):
+        async with forker_in(tmp_path, modules=RANK_MODULES) as (forker, processes):
             places = StorePlaces(host="127.0.0.1", logs=tmp_path, env=env_of_store, cwd=str(tmp_path))
             stores.append(StoreHosts(places, forker))
             await stores[0].keep_spare()
