@@ -53,6 +53,10 @@ def bystanders() -> Iterator[list[subprocess.Popen[bytes]]]:
         process.wait()
 
 
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def workers(world: AgentWorld, generation: int) -> list[int]:
     """Pids of a rank and of its four workers."""
     path = world.folder / f"workers-{generation}"
@@ -147,10 +151,10 @@ def test_ctl_17_an_address_of_an_older_generation_is_never_read(make_world: Make
     world.publish(world.plan("n0", "n1", "n2"))
     old = world.wait_status(lambda s: any(r.step == 4 for r in s.ranks), "runs").rendezvous
     assert old is not None
-    for process in marks.find(run_id=world.owner.run_id, node="n0"):
-        name = Path(f"/proc/{process.pid}/comm").read_text().strip()
-        # A stopped host still takes connections, and never answers.
-        os.kill(process.pid, signal.SIGSTOP if name == "sf-store" else signal.SIGKILL)
+    doomed = {p.pid: command(p.pid) for p in marks.find(run_id=world.owner.run_id, node="n0")}
+    # A stopped host still takes connections, and never answers. First, for it would leave when the agent does.
+    for pid, name in sorted(doomed.items(), key=lambda item: item[1] != "sf-store"):
+        os.kill(pid, signal.SIGSTOP if name == "sf-store" else signal.SIGKILL)
     world.agents["n0"].wait()
     socket.create_connection((old.host, old.port), timeout=5).close()
     found = world.status("n0")
