@@ -4,7 +4,8 @@ One process, one asyncio loop, no torch. The loop's thread is the main thread an
 object store, slot files) runs in threads and comes back as callbacks. Parts, and who does what::
 
     board.py         the facts a status is made of          links.py         ranks' socket, probes
-    follow.py        from a plan to running ranks           forker.py        the zygote
+    desk.py          what ranks say                         forker.py        the zygote
+    follow.py        from a plan to running ranks           ending.py        the end of ranks
     flow.py          from a snapshot to copy and commit     server.py        the snapshot server
     coordination.py  lease, heartbeat, watches              processes.py     children, their ends
 
@@ -21,22 +22,24 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import msgspec
 
-from surefoot import history
+from surefoot import __version__, history
 from surefoot.agent import cleanup, decide, flow, linux
-from surefoot.agent.board import Board, RankLife
+from surefoot.agent.board import Board
 from surefoot.agent.config import AgentConfig, lock_node
 from surefoot.agent.coordination import KeyWatch, Registration
-from surefoot.agent.errors import MemoryBudgetError, NodeError
+from surefoot.agent.desk import RankDesk
+from surefoot.agent.ending import RankEnder
+from surefoot.agent.errors import NodeError
 from surefoot.agent.flow import FlowHooks, SnapshotFlow
 from surefoot.agent.follow import Follower, FollowerConfig, FollowerParts
 from surefoot.agent.forker import RANK_MODULES, Forker, ForkerConfig
 from surefoot.agent.links import ProbeServer, RankServer
-from surefoot.agent.messages import Image, PeerAddress, StoreUpMsg
+from surefoot.agent.messages import PeerAddress
+from surefoot.agent.plans import PlanReader
 from surefoot.agent.processes import Processes
 from surefoot.agent.server import ServerStart, SnapshotServer
 from surefoot.agent.slots import SlotFolder
@@ -51,9 +54,6 @@ from surefoot.exitcodes import ExitCode
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-LINGER_S = 10.0
-"""A rank that has hung up must end within so long; its interpreter's own end takes a fraction of that."""
 
 SERVER_UP_S = 60.0
 """It imports pyarrow and listens, some 0.3 s on an idle machine."""
@@ -85,7 +85,10 @@ class Agent:
         self._server = SnapshotServer(self._server_start(), self._processes, self._helpers_changed)
         self._flow = SnapshotFlow(self._server, self._folder, self._flow_hooks())
         self._stores = StoreHosts(self._store_places(), self._forker)
-        self._rank_server = RankServer(config.socket, token, self._board, self)
+        self._slot_io = ThreadPoolExecutor(1, "slots")
+        self._other_io = ThreadPoolExecutor(4, "io")
+        self._desk = RankDesk(self._board, self._folder, self._flow, self._stores, self._slot_io)
+        self._rank_server = RankServer(config.socket, token, self._board, self._desk)
         self._probes = ProbeServer(config.host, token, spec.job.name, self._fresh_status)
         self._registration = Registration(
             store,
@@ -98,8 +101,6 @@ class Agent:
             rng=self._rng,
         )
         self._follower = Follower(self._follower_config(), self._follower_parts())
-        self._slot_io = ThreadPoolExecutor(1, "slots")
-        self._other_io = ThreadPoolExecutor(4, "io")
         self._addresses: dict[str, PeerAddress] = {}
         self._objects: asyncio.Task[ObjectStore] | None = None
         self._watches: dict[str, KeyWatch] = {}
@@ -181,6 +182,7 @@ class Agent:
         await self._flow.finish(0)
         await self._probes.close()
         await self._rank_server.close()
+        await self._desk.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -286,109 +288,6 @@ class Agent:
             self._follower.prepare()
         self._board.changed()
 
-    # ------------------------------------------------------------ ranks (links.RankListener)
-
-    def rank_joined(self, life: RankLife) -> wire.StartMsg:
-        assert self._board.plan is not None
-        self._progressed(life)
-        return wire.StartMsg(plan=self._board.plan, restore_path=life.restore_path)
-
-    def rank_said(self, life: RankLife, message: wire.RankToAgent) -> None:
-        self._progressed(life)
-        match message:
-            case wire.PhaseMsg():
-                life.phase, life.step = message.phase, message.step
-            case wire.StepMsg():
-                life.loss = float.fromhex(message.loss) if message.loss is not None else None
-                life.step_s = message.step_s
-            case wire.PoolMsg():
-                self._spawn("slots", self._make_pool(life, message))
-            case wire.SnapshotMsg():
-                self._sealed(life, message)
-            case wire.FailedMsg():
-                life.error, life.step = message.error, message.step
-            case wire.DoneMsg():
-                life.finished, life.phase, life.step = True, "done", message.step
-            case wire.HelloMsg():
-                log.warning("rank %d says hello twice", life.rank)
-
-    def rank_hung_up(self, life: RankLife) -> None:
-        """Its process must end next; what does not is of no use any more."""
-        if life.alive and not life.ending:
-            self._spawn("lingering", self._end_lingering(life))
-
-    def store_up(self, message: StoreUpMsg) -> None:
-        self._stores.store_up(message)
-
-    def _progressed(self, life: RankLife) -> None:
-        life.progress_at = asyncio.get_running_loop().time()
-        self._board.changed()
-
-    async def _end_lingering(self, life: RankLife) -> None:
-        assert life.process is not None
-        try:
-            async with asyncio.timeout(LINGER_S):
-                await life.process.wait()
-        except TimeoutError:
-            log.warning("rank %d hung up %g s ago and lives: it is ended", life.rank, LINGER_S)
-            if life.error is None:
-                life.error = wire.ErrorReport(
-                    kind="agent_lost",
-                    type="Lingered",
-                    message="it closed its connection to the agent and went on",
-                )
-            life.process.kill_group()
-
-    async def _make_pool(self, life: RankLife, wanted: wire.PoolMsg) -> None:
-        """Answer a `wire.PoolMsg`. Where there is no memory, that ends this start, in words."""
-        plan = self._board.plan
-        paths = [self._folder.path("own", life.rank, k) for k in range(wanted.slots)]
-        loop = asyncio.get_running_loop()
-        try:
-            self._check_memory(wanted)
-            for path in paths:
-                await loop.run_in_executor(self._slot_io, self._folder.reserve, path, wanted.slot_bytes)
-        except (NodeError, OSError) as e:
-            error = wire.ErrorReport(kind="startup", type=type(e).__name__, message=str(e))
-            self._board.fail_start(
-                wire.StartFailure(
-                    generation=life.generation, kind="launch_failed", detail=str(e), error=error
-                )
-            )
-            return
-        start = plan.start if plan is not None and plan.start.tier == "memory" else None
-        point = (start.generation, start.step) if start is not None else None
-        views = self._folder.views("own", life.rank, wanted.slots)
-        held = decide.pool_holdings(views, point)
-        life.tell(wire.PoolReadyMsg(paths=tuple(map(str, paths)), held=held))
-
-    def _check_memory(self, wanted: wire.PoolMsg) -> None:
-        """Better now than at the first copy or the first checkpoint. Raises: MemoryBudgetError."""
-        plan, budget = self._board.plan, self._folder.budget_bytes
-        if plan is None or budget is None:
-            return
-        uid = self._board.me.uid
-        own = sum(m.ranks for m in plan.members if m.uid == uid)
-        copied = sum(m.ranks for m in plan.members if plan.peers.get(m.uid) == uid)
-        needed = decide.memory_needed(
-            wanted.slot_bytes, slots=wanted.slots, own_ranks=own, copied_ranks=copied
-        )
-        if needed > budget:
-            raise MemoryBudgetError(
-                f"snapshots need {needed:,} bytes on a node (slots of {wanted.slot_bytes:,} bytes for {own} ranks of its "
-                f"own, for copies of {copied} others, and for uploads); checkpoint.memory_budget allows {budget:,}: raise "
-                "it, or run fewer ranks per node"
-            )
-
-    def _sealed(self, life: RankLife, message: wire.SnapshotMsg) -> None:
-        path = str(self._folder.path("own", life.rank, message.slot))
-        held = decide.HeldImage(
-            rank=life.rank, generation=life.generation, step=message.step, replica=False, path=path
-        )
-        self._board.own[path] = held
-        image = Image(rank=life.rank, generation=life.generation, step=message.step, path=path)
-        self._flow.sealed(image, message.attempt)
-
     def _tell_rank(self, rank: int, message: msgspec.Struct) -> None:
         life = self._board.ranks.get(rank)
         if life is not None:
@@ -416,7 +315,7 @@ class Agent:
             flight_port=self._server.port,
             pid=os.getpid(),
             slots=self._spec.layout.ranks_per_node,
-            code_version=code_version(),
+            code_version=__version__,
         )
 
     # ------------------------------------------------------------ the world around
@@ -520,26 +419,27 @@ class Agent:
     def _follower_parts(self) -> FollowerParts:
         return FollowerParts(
             board=self._board,
-            processes=self._processes,
+            plans=PlanReader(
+                open_store=self._object_store, in_thread=self._in_thread, note=self._board.set_note
+            ),
+            ender=RankEnder(
+                self._board,
+                self._processes,
+                forker=self._forker,
+                server=self._server,
+                stores=self._stores,
+                folder=self._folder,
+                logs=self._config.logs,
+            ),
             forker=self._forker,
             server=self._server,
             flow=self._flow,
             folder=self._folder,
             rank_server=self._rank_server,
             stores=self._stores,
-            open_store=self._object_store,
             address_of=self._address_of,
-            in_thread=self._in_thread,
             watch_store_node=self._watch_store_node,
         )
-
-
-def code_version() -> str:
-    """Of this installation; ranks of one generation should run the same."""
-    try:
-        return version("surefoot")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _decoded(kind: type[T], value: KeyValue | None) -> T | None:

@@ -9,6 +9,7 @@
     │   ├── SharedMemoryFullError the shared-memory file system is full
     │   └── StillAliveError       processes that would not end
     ├── LaunchError               ranks could not be started; becomes a `wire.StartFailure`
+    ├── RecordUnreadableError     the record that the plan key names cannot be had, or is not what the key says
     ├── ChannelClosedError        a process of this node (zygote, snapshot server) went away; it is started again
     └── TransferError             a snapshot did not get from one node to another; `kind` says how
 """
@@ -49,6 +50,10 @@ class LaunchError(AgentError):
     def __init__(self, message: str, error: ErrorReport | None = None) -> None:
         super().__init__(message)
         self.error = error
+
+
+class RecordUnreadableError(AgentError):
+    """The record that a pointer names cannot be had, or is not what the pointer says."""
 
 
 class ChannelClosedError(AgentError):

@@ -323,8 +323,19 @@ class SnapshotClient:
         answers = list(client.do_action(action, self._options(deadline_s)))
         return bool(answers) and answers[0].body.to_pybytes() == b"yes"
 
-    def pull(self, peer: PeerAddress, image: Image, folder: SlotFolder, *, deadline_s: float) -> int:
+    def pull(
+        self,
+        peer: PeerAddress,
+        image: Image,
+        folder: SlotFolder,
+        *,
+        wanted: Callable[[], bool],
+        deadline_s: float,
+    ) -> int:
         """Get a snapshot from `peer` into the slot file `image.path` (made or grown as needed), verified.
+
+        Args:
+            wanted: looked at before each chunk; once it is false nothing more is written.
 
         Returns:
             The bytes received.
@@ -340,7 +351,7 @@ class SnapshotClient:
             name = msgspec.structs.replace(name, nbytes=int(metadata.get(b"nbytes", b"0")))
             path = Path(image.path)
             folder.reserve(path, name.nbytes)
-            receive(path, name, _chunks(reader))
+            receive(path, name, _while_wanted(_chunks(reader), wanted, name))
         return name.nbytes
 
     def close(self) -> None:
@@ -383,6 +394,15 @@ class SnapshotClient:
         except (flight.FlightError, pa.ArrowException) as e:
             self._forget(peer)
             raise TransferError("peer_unreachable", f"{where}: {_first_line(str(e))}") from e
+
+
+def _while_wanted(
+    chunks: Iterable[memoryview], wanted: Callable[[], bool], name: SnapshotName
+) -> Iterator[memoryview]:
+    for chunk in chunks:
+        if not wanted():
+            raise TransferError("refused", f"{name} is not wanted any more")
+        yield chunk
 
 
 def _expect(view: memoryview, image: Image) -> int:

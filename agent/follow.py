@@ -16,20 +16,16 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from surefoot import history
-from surefoot.agent import cleanup, decide, stacks
+from surefoot.agent import decide
 from surefoot.agent.board import Board, RankLife
 from surefoot.agent.decide import Foreign, Launch, Park, Unserveable
+from surefoot.agent.ending import RankEnder
 from surefoot.agent.errors import (
     ChannelClosedError,
     LaunchError,
-    NodeError,
     StillAliveError,
     TransferError,
 )
@@ -44,20 +40,15 @@ from surefoot.agent.messages import (
     PeerAddress,
     RankOrder,
 )
-from surefoot.agent.processes import Processes, WatchedProcess
+from surefoot.agent.plans import PlanReader, start_failure_of
+from surefoot.agent.processes import WatchedProcess
 from surefoot.agent.server import SnapshotServer
 from surefoot.agent.slots import SlotFolder
 from surefoot.agent.storehost import StoreHosts
-from surefoot.ckpt.errors import CkptError
-from surefoot.ckpt.record import read_record
-from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreError
 from surefoot.controller import wire
 from surefoot.failpoint import failpoint
 
 log = logging.getLogger(__name__)
-
-RECORD_S = 15.0
-"""An object store that is away for so long makes the record unreadable; the leader decides what then."""
 
 END_RANKS_S = 10.0
 """SIGKILL to gone. What takes longer hangs in the kernel."""
@@ -81,30 +72,6 @@ OWN_SLOTS = 3
 """Slots looked at for a fetched snapshot: a rank's pool has as many (pool.py), so it will find it there."""
 
 
-class UnreadableError(Exception):
-    """The record that a pointer names cannot be had, or is not what the pointer says."""
-
-
-def failure_of(generation: int, error: Exception) -> wire.StartFailure:
-    """What the controller is told. Equal troubles get equal words: it counts by them."""
-    told = {"generation": generation, "detail": str(error)}
-    match error:
-        case UnreadableError():
-            return wire.StartFailure(kind="record_unreadable", **told)
-        case TransferError(kind="snapshot_missing" | "snapshot_corrupt" | "peer_unreachable" as kind):
-            return wire.StartFailure(kind=kind, **told)
-        case TransferError(kind="refused"):
-            return wire.StartFailure(kind="peer_unreachable", **told)
-        case LaunchError():
-            return wire.StartFailure(kind="launch_failed", error=error.error, **told)
-        case TransferError() | NodeError() | ChannelClosedError():
-            return wire.StartFailure(kind="launch_failed", **told)
-        case _:
-            log.error("generation %d: %r", generation, error, exc_info=error)
-            detail = f"unexpected, see the agent's log: {type(error).__name__}: {error}"
-            return wire.StartFailure(generation=generation, kind="launch_failed", detail=detail)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerConfig:
     """Places and names that launching needs."""
@@ -126,17 +93,15 @@ class FollowerParts:
     """The parts of the agent that following a plan moves."""
 
     board: Board
-    processes: Processes
+    plans: PlanReader
+    ender: RankEnder
     forker: Forker
     server: SnapshotServer
     flow: SnapshotFlow
     folder: SlotFolder
     rank_server: RankServer
     stores: StoreHosts
-    open_store: Callable[[], Awaitable[ObjectStore]]
     address_of: Callable[[str, bool], Awaitable[PeerAddress | None]]
-    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
-    """Run something that blocks."""
     watch_store_node: Callable[[str | None], None]
     """Follow that node's status (None: nobody's) and hand it to `store_node_status`."""
 
@@ -196,15 +161,15 @@ class Follower:
         """Nothing of that generation runs here, and why."""
         if generation != self._board.generation:
             self._begin(generation)
-        failure = failure_of(generation, error)
+        failure = start_failure_of(generation, error)
         try:
             await self._end_former()
         except StillAliveError as e:
-            failure = failure_of(generation, e)
+            failure = start_failure_of(generation, e)
         self._board.fail_start(failure)
 
     async def _follow(self, pointer: wire.PlanPointer) -> None:
-        plan = await self._read_plan(pointer)
+        plan = await self._parts.plans.read(pointer)
         first_look = decide.judge_plan(self._board.me, plan, self._board.held())
         if isinstance(first_look, Foreign):
             log.warning("the plan of generation %d is left alone: %s", plan.generation, first_look.why)
@@ -213,7 +178,7 @@ class Follower:
         hosting = self._begin_hosting(first_look)
         try:
             if first_look.dump_stacks:
-                await self._dump_stacks()
+                await self._parts.ender.dump_stacks()
             await self._end_former()
             # Only now is it certain what the slots hold: a rank may have been killed in the middle of sealing.
             match decide.judge_plan(self._board.me, plan, self._board.held()):
@@ -244,98 +209,14 @@ class Follower:
         board.set_note("start", "")
         board.set_state("starting")
 
-    async def _read_plan(self, pointer: wire.PlanPointer) -> wire.Plan:
-        deadline = time.monotonic() + RECORD_S
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                store = await self._parts.open_store()
-                record, data = await self._parts.in_thread(partial(read_record, store, pointer.generation))
-                break
-            except (ObjectStoreError, CkptError) as e:
-                # A record is created before it is published: missing is as good as damaged, no wait mends it.
-                if isinstance(e, (ObjectMissingError, CkptError)) or time.monotonic() >= deadline:
-                    raise UnreadableError(f"{pointer.location}: {e}") from e
-                self._board.set_note(
-                    "start", f"the record of generation {pointer.generation} is waited for: {e}"
-                )
-                await asyncio.sleep(decide.retry_delay_s(tries, max_s=2.0))
-        self._board.set_note("start", "")
-        found = wire.digest(data)
-        if found != pointer.hash:
-            raise UnreadableError(
-                f"{pointer.location} has the hash {found}, the plan key says {pointer.hash}"
-            )
-        try:
-            plan = msgspec.convert(record.plan, wire.Plan)
-        except msgspec.ValidationError as e:
-            raise UnreadableError(f"{pointer.location} holds no plan: {e}") from e
-        if plan.generation != pointer.generation:
-            raise UnreadableError(f"{pointer.location} holds the plan of generation {plan.generation}")
-        return plan
-
     # ------------------------------------------------------------ the end of the former generation
 
-    async def _dump_stacks(self) -> None:
-        alive = {life.rank: life for life in self._board.ranks.values() if life.alive}
-        if not alive:
-            return
-        generation = next(iter(alive.values())).generation
-        places = await stacks.dump_stacks(
-            self._parts.processes,
-            {rank: life.pid for rank, life in alive.items()},
-            self._config.logs,
-            generation,
-        )
-        for rank, place in places.items():
-            log.warning("rank %d of generation %d hung in: %s", rank, generation, place)
-        history.note("stacks", generation=generation, places=places)
-
     async def _end_former(self) -> None:
-        """End all ranks, the TCPStore's host, and whatever ranks have started. Afterwards the board has no ranks.
-
-        Raises: StillAliveError
-        """
-        parts, board = self._parts, self._board
-        parts.flow.stop()
-        parts.watch_store_node(None)
+        """What ran here under the generation before. Raises: StillAliveError"""
+        self._parts.flow.stop()
+        self._parts.watch_store_node(None)
         self._store_node_status = None
-        await parts.forker.quiet()
-        with history.operation("stop", ranks=sorted(board.ranks)) as result:
-            await self._kill_known()
-            failpoint("cleanup.before_rescan")
-            result["leftovers"] = await cleanup.end_leftovers(
-                board.me.run_id,
-                board.me.uid,
-                quiet=parts.forker.quiet,
-                spared=self._helper_pids,
-                timeout_s=END_RANKS_S,
-            )
-        for rank in list(board.ranks):
-            board.set_own_images(rank, list(parts.folder.images("own", rank)))
-        board.ranks = {}
-
-    def _helper_pids(self) -> set[int]:
-        """What bears the node's mark too and lives on: zygote, snapshot server, the TCPStores to come."""
-        helpers = (self._parts.forker.process, self._parts.server.process)
-        return {p.pid for p in helpers if p is not None} | self._parts.processes.pids(name="store")
-
-    async def _kill_known(self) -> None:
-        known = [life.process for life in self._board.ranks.values() if life.process is not None]
-        for life in self._board.ranks.values():
-            life.ending = life.ending or life.alive
-        for process in known:
-            process.kill_group()
-        known += self._parts.stores.end_others(self._board.generation)
-        try:
-            async with asyncio.timeout(END_RANKS_S):
-                await asyncio.gather(*(p.wait() for p in known))
-        except TimeoutError:
-            alive = ", ".join(f"{p.name} ({p.pid})" for p in known if p.alive)
-            raise StillAliveError(
-                f"{alive} did not end within {END_RANKS_S:g} s of SIGKILL: reboot the node"
-            ) from None
+        await self._parts.ender.end_former()
 
     async def end_ranks(self) -> None:
         """The job is over, or the agent leaves: end what runs, at once."""
@@ -438,7 +319,13 @@ class Follower:
 
     async def _try_fetch(self, image: Image, peer: PeerAddress, deadline_s: float) -> None:
         await self._parts.server.move(
-            lambda serial: FetchMsg(serial=serial, image=image, peer=peer, deadline_s=max(1.0, deadline_s))
+            lambda serial: FetchMsg(
+                serial=serial,
+                image=image,
+                peer=peer,
+                in_force=self._board.generation,
+                deadline_s=max(1.0, deadline_s),
+            )
         )
 
     async def _host_store(self, generation: int) -> wire.Rendezvous:
@@ -485,14 +372,14 @@ class Follower:
             )
         self._launched = plan.generation
         failpoint("launch.before_fork")
-        processes = await self._parts.forker.fork(orders, self._rank_exited)
+        processes = await self._parts.forker.fork(orders, self._parts.ender.rank_exited)
         for rank, process in zip(decide.own_ranks(launch.member), processes, strict=True):
             board.ranks[rank].process = process
         self._note_on_disk(plan.generation, launch, processes)
         failpoint("launch.after_fork")
         for rank, process in zip(decide.own_ranks(launch.member), processes, strict=True):
             if process.status is not None:
-                self._rank_exited(process)  # it ended before its life was known here
+                self._parts.ender.rank_exited(process)  # it ended before its life was known here
             log.info("rank %d of generation %d is process %d", rank, plan.generation, process.pid)
         await self._parts.rank_server.launched()
 
@@ -528,51 +415,3 @@ class Follower:
                     "incarnation": self._board.me.incarnation,
                 }
                 f.write(json.dumps(noted) + "\n")
-
-    def _rank_exited(self, process: WatchedProcess) -> None:
-        life = next((x for x in self._board.ranks.values() if x.process is process), None)
-        if life is not None and process.status is not None and not life.exit_seen:
-            life.exit_seen = True
-            task = asyncio.create_task(self._note_exit(life, process.status))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
-
-    async def _note_exit(self, life: RankLife, wait_status: int) -> None:
-        await _hear_out(life)
-        verdict = life.note_exit(wait_status)
-        history.note(
-            "rank_exit",
-            generation=life.generation,
-            rank=life.rank,
-            pid=life.pid,
-            role=verdict.role,
-            how=verdict.words,
-        )
-        level = logging.INFO if verdict.role in ("none", "teardown") else logging.WARNING
-        log.log(
-            level,
-            "rank %d of generation %d (%s): %s",
-            life.rank,
-            life.generation,
-            verdict.role,
-            verdict.words,
-        )
-        if not life.ending:  # else _end_former looks, once all have gone
-            self._board.set_own_images(life.rank, list(self._parts.folder.images("own", life.rank)))
-        self._board.changed(urgent=not life.ending)
-
-
-async def _hear_out(life: RankLife) -> None:
-    """A rank's last words lie in its socket when its exit is seen: hear them first, they say why it ended.
-
-    The socket closes with the process, unless a child of the rank holds it open too; then what lies there is read after
-    a few turns of the loop all the same.
-    """
-    if not life.connected or life.ending:
-        return
-    try:
-        async with asyncio.timeout(HEAR_OUT_S):
-            await life.hung_up.wait()
-    except TimeoutError:
-        for _ in range(3):
-            await asyncio.sleep(0)

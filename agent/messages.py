@@ -156,11 +156,14 @@ class ReplicateMsg(_NodeMessage, frozen=True, kw_only=True, tag="replicate"):
 
 
 class FetchMsg(_NodeMessage, frozen=True, kw_only=True, tag="fetch"):
-    """Bring the snapshot of (image.generation, image.step, image.rank) from `peer` into the slot file image.path."""
+    """Bring the snapshot of (image.generation, image.step, image.rank) from `peer` into the slot file image.path.
+
+    It is broken off when another generation than `in_force` is in force: the slot is then somebody else's to write."""
 
     serial: int
     image: Image
     peer: PeerAddress
+    in_force: int
     deadline_s: float
 
 

@@ -158,7 +158,13 @@ class SnapshotJobs:
         began = time.monotonic()
         failpoint("fetch.before_get")
         with history.operation("fetch", peer=job.peer.uid, **_names(job.image)) as result:
-            result["nbytes"] = self._client.pull(job.peer, job.image, self._folder, deadline_s=job.deadline_s)
+            result["nbytes"] = self._client.pull(
+                job.peer,
+                job.image,
+                self._folder,
+                wanted=lambda: self._in_force == job.in_force,
+                deadline_s=job.deadline_s,
+            )
         return FinishedAnswer(serial=job.serial, seconds=time.monotonic() - began)
 
     def _upload(self, job: UploadMsg) -> ServerAnswer:

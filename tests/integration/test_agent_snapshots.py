@@ -67,13 +67,22 @@ class Side:
             lambda n: ReplicateMsg(serial=n, image=image, peer=peer.address, pin_path=pin_path, deadline_s=10)
         )
 
-    async def fetch(self, image: Image, peer: PeerAddress) -> None:
-        await self.server.move(lambda n: FetchMsg(serial=n, image=image, peer=peer, deadline_s=10))
-
-    def begin(self, generation: int, start: tuple[int, int] = (0, 0)) -> None:
-        self.server.set_generation(
-            GenerationMsg(generation=generation, start_generation=start[0], start_step=start[1])
+    async def fetch(self, image: Image, peer: PeerAddress, in_force: int = 0) -> None:
+        await self.server.move(
+            lambda n: FetchMsg(serial=n, image=image, peer=peer, in_force=in_force, deadline_s=10)
         )
+
+    async def begin(
+        self, generation: int, start: tuple[int, int] = (0, 0), drop: tuple[int, ...] = ()
+    ) -> None:
+        self.server.set_generation(
+            GenerationMsg(
+                generation=generation, start_generation=start[0], start_step=start[1], drop_replicas=drop
+            )
+        )
+        nothing = Image(rank=0, generation=0, step=0, path="")
+        # An empty job behind it: when that is answered, the generation is in force.
+        await self.server.move(lambda n: ReplicateMsg(serial=n, image=nothing, deadline_s=10))
 
     def replicas(self) -> list[tuple[int, int, int]]:
         return sorted((h.rank, *h.point) for h in self.server.replicas)
@@ -153,13 +162,28 @@ def test_a_copy_goes_to_the_peer_and_comes_back_bit_for_bit(tmp_path: Path) -> N
     run(scenario)
 
 
+def test_a_fetch_for_a_generation_that_is_over_writes_nothing_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with nodes(tmp_path) as (a, b):
+            await a.replicate(a.seal(rank=0, step=5), b)
+            await a.begin(3)
+            slot = a.seal(rank=0, step=9, slot=2, generation=3)
+            wanted = Image(rank=0, generation=1, step=5, path=str(a.folder.path("own", 0, 1)))
+            with pytest.raises(TransferError, match="not wanted any more"):
+                await a.fetch(wanted, b.address, in_force=2)
+            await a.fetch(wanted, b.address, in_force=3)
+            assert slots.read_info(Path(slot.path)) is not None
+
+    run(scenario)
+
+
 def test_replicas_rotate_and_the_starting_point_stays_until_it_is_superseded(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with nodes(tmp_path) as (a, b):
             for step in (9, 10, 11):
                 await a.replicate(a.seal(0, step, slot=step % 3, row_nbytes=1000), b)
             for side in (a, b):
-                side.begin(2, start=(1, 10))
+                await side.begin(2, start=(1, 10))
             seen: list[list[tuple[int, int, int]]] = []
             for step in (11, 12, 13, 14):
                 await a.replicate(a.seal(0, step, slot=step % 3, generation=2, row_nbytes=1000), b)
@@ -171,14 +195,12 @@ def test_replicas_rotate_and_the_starting_point_stays_until_it_is_superseded(tmp
                 [(0, 2, 11), (0, 2, 12), (0, 2, 13)],
                 [(0, 2, 12), (0, 2, 13), (0, 2, 14)],
             ]
-            b.begin(3, start=(2, 14))
+            await b.begin(3, start=(2, 14))
             late = a.seal(0, 15, generation=2, row_nbytes=1000)
             with pytest.raises(TransferError, match="and 3 is in force") as caught:
                 await a.replicate(late, b)  # the sender still follows generation 2
             assert caught.value.kind == "refused"
-            b.server.set_generation(
-                GenerationMsg(generation=3, start_generation=2, start_step=14, drop_replicas=(0,))
-            )
+            await b.begin(3, start=(2, 14), drop=(0,))
             await until(lambda: b.replicas() == [], "dropped")
             assert b.folder.ranks("replica") == []
 
@@ -189,7 +211,7 @@ def test_a_new_peer_gets_the_starting_point_unless_it_has_it(tmp_path: Path) -> 
     async def scenario() -> None:
         async with nodes(tmp_path) as (a, b):
             for side in (a, b):
-                side.begin(2, start=(1, 10))
+                await side.begin(2, start=(1, 10))
             start = a.seal(0, 10)
             await a.replicate(start, b)
             assert b.replicas() == [(0, 1, 10)]
@@ -422,7 +444,7 @@ def test_an_upload_that_fails_is_known_to_the_committer_at_once(tmp_path: Path) 
 
 def test_wire_kinds_fit() -> None:
     """Every way a transfer fails has a word in a start failure."""
-    from surefoot.agent.follow import failure_of
+    from surefoot.agent.plans import start_failure_of
 
     for kind in ("snapshot_missing", "snapshot_corrupt", "peer_unreachable", "memory", "refused"):
-        assert isinstance(failure_of(1, TransferError(kind, "x")), wire.StartFailure)
+        assert isinstance(start_failure_of(1, TransferError(kind, "x")), wire.StartFailure)
