@@ -1,4 +1,4 @@
-"""Scenario rows CTL-17, CTL-33, CTL-34, CTL-35 and the agent's side of CTL-03 (shared/scenarios/control.md), as far as agents go."""
+"""Scenario rows CTL-17, CTL-33, CTL-34, CTL-35 and the agent's side of CTL-03, as far as agents go."""
 
 from __future__ import annotations
 
