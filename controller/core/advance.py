@@ -197,8 +197,13 @@ def _listed(d: Draft, event: LineageListed) -> None:
 def _after_listing(d: Draft, op: int) -> None:
     stage = d.s.forming.stage if d.s.forming is not None else None
     match stage:
-        case TakingOver() if stage.op == op:
-            takeover.listed(d)
+        case _ if d.s.mind in FINAL:
+            pass
+        case TakingOver():  # an outcome of this run, which may stand in etcd, comes first
+            if stage.op == op:
+                takeover.listed(d)
+        case _ if takeover.taken_over(d):
+            pass
         case Reviewing() if stage.op == op:
             faults.answer(d, stage.fault)
         case Consulting() if stage.op == op:

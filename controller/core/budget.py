@@ -79,6 +79,12 @@ def plan_of(record: Record) -> Plan | None:
         return None
 
 
+def run_of(record: Record) -> str:
+    """The run that a record belongs to; one written without a controller is a run of its own, named by its creator."""
+    run_id = record.plan.get("run_id") if record.plan is not None else None
+    return run_id if isinstance(run_id, str) else record.created_by
+
+
 def spent(records: Mapping[int, Record], lineage: Iterable[ManifestRef], run_id: str) -> Spent:
     """Fold the records of one run.
 

@@ -32,7 +32,7 @@ def finish(d: Draft, turn: Turn, code: ExitCode, reason: str, *, step: int) -> N
         run_id=d.s.settings.run_id,
     )
     d.report("outcome", f"{outcome.state}: {reason}")
-    d.set(forming=None, inquiry=None, ending=None, the_end=TheEnd(outcome=outcome, op=None))
+    d.set(forming=None, inquiry=None, ending=None, held_why="", the_end=TheEnd(outcome=outcome, op=None))
     write_outcome(d)
 
 

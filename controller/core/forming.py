@@ -3,9 +3,10 @@
 1. Members and starting point are chosen (placement.py, policy.py).
 2. Record 1 + the highest is created. *Taken*: everything is listed again, and the next number is tried. *Unknown*: the same
    record is created again until the number is settled.
-3. The manifests are listed **again**. If one lies on the lineage beyond the starting point and this is no rollback, the
-   number is burnt: no plan ever uses it, and the next record names what was found. So it is where a record above it
-   appeared, or a member was lost meanwhile.
+3. The manifests are listed **again**. If one lies on the lineage beyond the starting point, or on one that does not go
+   through it (another run's generation has shown that it ran), and this is no rollback, the number is burnt: no plan ever
+   uses it, and the next record names what was found. So it is where a record above it appeared, or a member was lost
+   meanwhile.
 4. The plan is published by a transaction on the leader's key. *Refused*: this controller leads no longer. *Unknown*: the key
    is read back, and published again if it is not there.
 5. The generation comes up, or a fault is found in it (faults.py).
@@ -20,7 +21,7 @@ from dataclasses import replace
 import msgspec
 
 from surefoot.ckpt.errors import LineageError
-from surefoot.ckpt.record import Record, StartRef, beyond, lineage, record_key
+from surefoot.ckpt.record import Record, StartRef, lineage, record_key
 from surefoot.controller.core import budget, closing, incidents, starting
 from surefoot.controller.core.decisions import CreateRecord, PublishPlan, ReadPlan
 from surefoot.controller.core.draft import Draft
@@ -90,7 +91,7 @@ def choose(d: Draft) -> None:
     truth = d.s.truth
     assert truth is not None
     if committed_step(d) >= d.s.settings.steps:
-        closing.finish(d, Turn.FINISHED, ExitCode.DONE, "all steps are committed", step=committed_step(d))
+        _all_committed(d, truth)
         return
     if (plan := _still_running(d, truth)) is not None:
         _publish(d, plan, _pointer(truth, plan.generation))
@@ -110,6 +111,15 @@ def choose(d: Draft) -> None:
         closing.hold(d, str(e))
         return
     _with_start(d, truth, placed, start)
+
+
+def _all_committed(d: Draft, truth: Truth) -> None:
+    """Nothing is left to do; but nobody is done on an old listing, for another run may have taken the root over since."""
+    assert d.s.forming is not None
+    if truth.listed_s < d.s.forming.since_s:
+        d.stage(Consulting(op=d.list_lineage()))
+    else:
+        closing.finish(d, Turn.FINISHED, ExitCode.DONE, "all steps are committed", step=committed_step(d))
 
 
 def _with_start(d: Draft, truth: Truth, placed: Placement, start: starting.Start | starting.NoStart) -> None:
@@ -258,7 +268,8 @@ def record_created(d: Draft, event: RecordCreated) -> None:
 
 
 def record_taken(d: Draft, event: RecordTaken) -> None:
-    """Somebody else formed that generation: look again, and go on above it."""
+    """Somebody else formed that generation: look again. Of this run: go on above it; of another: this run was taken over,
+    unless it has formed nothing yet, and takes over itself."""
     stage = _stage(d)
     if isinstance(stage, WritingRecord) and stage.op == event.op:
         d.report("record", f"record {event.generation} was taken by somebody else")
@@ -294,10 +305,8 @@ def _why_burnt(d: Draft, stage: CheckingRecord) -> str | None:
     assert truth is not None
     if truth.top > record.generation:
         return f"record {truth.top} appeared above it"
-    if not record.rollback:
-        late = beyond(truth.records, truth.manifests, record.start, in_force=ran(d) or None)
-        if late:
-            return f"step {late[-1].step} of generation {late[-1].generation} was committed beyond its starting point"
+    if not record.rollback and (left := starting.left_behind(truth, record.start, ran=ran(d))) is not None:
+        return left
     return _why_not_viable(d, stage.plan)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from surefoot.ckpt.errors import LineageError
-from surefoot.ckpt.record import Record, beyond, encode_record, lineage, on_lineage
+from surefoot.ckpt.record import Record, encode_record, lineage, on_lineage
 from surefoot.controller.core import budget
 from surefoot.controller.core.decisions import (
     CreateRecord,
@@ -23,7 +23,7 @@ from surefoot.controller.core.decisions import (
     WriteOutcome,
 )
 from surefoot.controller.core.moves import FINAL, Mind
-from surefoot.controller.core.starting import newest_that_ran
+from surefoot.controller.core.starting import left_behind, newer_run, newest_that_ran
 from surefoot.controller.core.state import CheckingRecord, State
 from surefoot.controller.wire import Plan, PlanPointer
 
@@ -64,6 +64,7 @@ def check(before: State, after: State, decisions: Iterable[Decision]) -> list[st
         *only_the_leader_decides(after, before, taken),
         *the_mind_is_whole(after),
         *published_after_the_second_listing(before, after, taken),
+        *the_newest_run_has_the_root(before, after, taken),
         *_records(before, after, taken),
     ]
 
@@ -133,8 +134,20 @@ def _nothing_beyond(before: State, after: State, record: Record) -> list[str]:
     if not first_time or record.rollback or after.truth is None:
         return []
     ran = newest_that_ran(after.truth, after.pointer, after.nodes)
-    late = beyond(after.truth.records, after.truth.manifests, record.start, in_force=ran or None)
-    return [f"INV-03: record {record.generation} leaves {late[-1]} behind"] if late else []
+    left = left_behind(after.truth, record.start, ran=ran)
+    return [f"INV-03: plan {record.generation} is published although {left}"] if left is not None else []
+
+
+def the_newest_run_has_the_root(before: State, after: State, decisions: list[Decision]) -> list[str]:
+    """INV-03: whoever has read a record of another run above its own forms nothing more, and is not done."""
+    if after.truth is None or (found := newer_run(after.truth, after.settings.run_id)) is None:
+        return []
+    return [
+        f"INV-03: {type(x).__name__} by {after.settings.run_id} below generation {found[0]} of {found[1]}"
+        for x in decisions
+        if isinstance(x, CreateRecord | PublishPlan)
+        or (isinstance(x, WriteOutcome) and x.outcome.state == "done" and before.mind not in FINAL)
+    ]
 
 
 def _records(before: State, after: State, decisions: list[Decision]) -> list[str]:

@@ -33,6 +33,7 @@ class Turn(Enum):
     CAME_UP = "all ranks of the generation had begun"
     FAULT_FOUND = "a fault was found"
     SUPERSEDED = "a record above the plan in force was found"
+    TAKEN_OVER = "a record of another run was found above those of this run"
     STORE_LOST = "the object store did not answer"
     STORE_BACK = "the object store answered again"
     CONTRADICTED = "etcd, records and agents contradicted each other"
@@ -54,15 +55,18 @@ MOVES: Mapping[tuple[Mind, Turn], Mind] = {
     (Mind.FORMING, Turn.CONTRADICTED): Mind.HELD,
     (Mind.FORMING, Turn.FINISHED): Mind.DONE,
     (Mind.FORMING, Turn.GAVE_UP): Mind.FAILED,
+    (Mind.FORMING, Turn.TAKEN_OVER): Mind.FAILED,
     (Mind.RUNNING, Turn.FAULT_FOUND): Mind.FORMING,
     (Mind.RUNNING, Turn.SUPERSEDED): Mind.FORMING,
     (Mind.RUNNING, Turn.STORE_LOST): Mind.HOLD_COMMITS,
     (Mind.RUNNING, Turn.CONTRADICTED): Mind.HELD,
     (Mind.RUNNING, Turn.FINISHED): Mind.DONE,
+    (Mind.RUNNING, Turn.TAKEN_OVER): Mind.FAILED,
     (Mind.HOLD_COMMITS, Turn.STORE_BACK): Mind.RUNNING,
     (Mind.HOLD_COMMITS, Turn.FAULT_FOUND): Mind.FORMING,
     (Mind.HOLD_COMMITS, Turn.CONTRADICTED): Mind.HELD,
     (Mind.HELD, Turn.CLEARED_UP): Mind.FORMING,
+    (Mind.HELD, Turn.TAKEN_OVER): Mind.FAILED,
 }
 
 FINAL = frozenset({Mind.DONE, Mind.FAILED})

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from surefoot.ckpt.record import ManifestRef, Record, lineage, on_lineage
+from surefoot.ckpt.record import ManifestRef, Record, StartRef, beyond, lineage, on_lineage
 from surefoot.controller.core import budget
 from surefoot.controller.core.settings import START_TRIES, Settings
 from surefoot.controller.core.state import KnownNode, StartKey, Truth
@@ -22,7 +22,8 @@ from surefoot.controller.wire import Member, NodeStatus, PlanPointer, SnapshotSo
 def newest_that_ran(truth: Truth, pointer: PlanPointer | None, nodes: Mapping[str, KnownNode]) -> int:
     """The newest generation that is known to have been published: etcd points to it, an agent follows it, or it committed.
 
-    Records above it were never in force as far as anybody can tell; 0 where nothing ever ran.
+    Records above it were never in force as far as anybody can tell, or (another run's, of which only its manifests are seen
+    from here) committed nothing; 0 where nothing ever ran.
     """
     ran = pointer.generation if pointer is not None else 0
     followed = (n.status.generation for n in nodes.values() if n.registered and n.status is not None)
@@ -155,7 +156,41 @@ def _sources(members: Sequence[Member], copies: Copies) -> tuple[SnapshotSource,
     return tuple(sources)
 
 
+# ---------------------------------------------------------------- the second listing
+
+
+def left_behind(truth: Truth, start: StartRef, *, ran: int) -> str | None:
+    """What a new generation from `start` would leave behind, in words; None where it is nothing.
+
+    Args:
+        truth: listed after the record of the new generation was created.
+        ran: the newest generation that was in force, by the same listing: another run's may have shown only now that it ran.
+
+    Raises:
+        LineageError: the records contradict each other.
+    """
+    if ran and not on_lineage(truth.records, ran, start.generation, start.step):
+        return f"generation {ran} was in force, and does not descend from its starting point"
+    late = beyond(truth.records, truth.manifests, start, in_force=ran or None)
+    if late:
+        return f"step {late[-1].step} of generation {late[-1].generation} was committed beyond its starting point"
+    return None
+
+
 # ---------------------------------------------------------------- what must not be
+
+
+def newer_run(truth: Truth, run_id: str) -> tuple[int, str] | None:
+    """The newest record and its run, if `run_id` has formed a generation before it and it is another run's: the root was
+    taken over. None: it was not.
+
+    A number is only ever given out by whoever has read all records below it, and whoever reads this stops; so the records of
+    a run stand together, and no run comes back once another has followed it.
+    """
+    owner = budget.run_of(truth.records[truth.top]) if truth.top else run_id
+    if owner == run_id or all(budget.run_of(r) != run_id for r in truth.records.values()):
+        return None
+    return truth.top, owner
 
 
 def contradiction(truth: Truth, pointer: PlanPointer | None, nodes: Mapping[str, KnownNode]) -> str | None:

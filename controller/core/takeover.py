@@ -4,6 +4,10 @@ It knows nothing and believes nobody: etcd's keys are listed, and records and ma
 stands, and its ranks notice nothing. A record above the plan in force was left by a leader that did not get to publish it:
 the next generation is formed, and the second listing of its own record repeats what the predecessor may have left out. A
 contradiction is a loud refusal.
+
+**Two runs on one root: the newest record wins.** A run that has formed nothing yet takes the root over from whatever run was
+before; that is what resuming is. A run that has formed a generation and then reads a record of another run above its own was
+taken over itself: it forms nothing more, is never done, and ends (`taken_over`, asked with every listing).
 """
 
 from __future__ import annotations
@@ -92,6 +96,8 @@ def assess(d: Draft) -> None:
     if outcome is not None and outcome.run_id in ("", d.s.settings.run_id):
         closing.accept(d, outcome)
         return
+    if taken_over(d):
+        return
     step = forming.committed_step(d)
     if step >= d.s.settings.steps:
         closing.finish(
@@ -109,6 +115,21 @@ def contradiction(d: Draft, truth: Truth) -> str | None:
         told = starting.contradiction(truth, d.s.pointer, d.nodes)
         return told if told is not None else str(e)
     return starting.contradiction(truth, d.s.pointer, d.nodes)
+
+
+def taken_over(d: Draft) -> bool:
+    """End if another run has taken the root over; says whether that was so."""
+    assert d.s.truth is not None
+    found = starting.newer_run(d.s.truth, d.s.settings.run_id)
+    if found is None:
+        return False
+    generation, run = found
+    reason = (
+        f"another run, {run}, has taken over this root with generation {generation}; "
+        f"only one run may train into a root"
+    )
+    closing.finish(d, Turn.TAKEN_OVER, ExitCode.ENVIRONMENT, reason, step=forming.committed_step(d))
+    return True
 
 
 def _plan_pointed_to(d: Draft, truth: Truth) -> Plan | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tests.sim.toy_world import World
+from tests.sim.toy_world import TwoRuns, World
 
-from surefoot.controller.core import forming
+from surefoot.controller.core import forming, invariants, starting
 
 SEEDS = 200
 BATCH = 20
@@ -53,6 +53,21 @@ def test_races_between_commit_and_record() -> None:
     assert burnt > 0
 
 
+@pytest.mark.parametrize("batch", range(5))
+def test_two_runs_on_one_root(batch: int) -> None:
+    """The newest record wins, the other run ends; there is one lineage, and all that was acknowledged is on it."""
+    taken_over, ended = Counter[str](), Counter[int]()
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
+        two = TwoRuns(seed, racy=bool(seed % 2))
+        two.run()
+        assert two.broken == [], f"seed {seed}: {[w.faults for w in two.runs.values()]}"
+        taken_over.update(two.taken_over)
+        ended[len(two.taken_over)] += 1
+    assert taken_over["run1"] > BATCH / 4  # a batch without these would prove little
+    assert taken_over["run2"] > 0
+    assert ended[1] > BATCH / 2
+
+
 def test_undisturbed_history() -> None:
     """Without faults: one generation, no incident, every checkpoint acknowledged."""
     world = World(1)
@@ -81,3 +96,19 @@ def test_negative_control_no_second_listing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_negative_control_no_fence() -> None:
     """With etcd's condition switched off two controllers publish, and that is seen."""
     _seeds_until_red(400, fenced=False)
+
+
+def _two_runs_until_red(most: int) -> None:
+    for seed in range(most):
+        two = TwoRuns(seed, racy=True)
+        two.run()
+        if two.broken:
+            return
+    pytest.fail(f"the sabotage was not found in {most} seeds")
+
+
+def test_negative_control_nobody_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs that step over each other's generations: two lineages, and that is seen."""
+    for module in (starting, invariants):
+        monkeypatch.setattr(module, "newer_run", lambda truth, run_id: None)
+    _two_runs_until_red(20)

@@ -29,6 +29,7 @@ from surefoot.controller.core.advance import advance
 from surefoot.controller.core.moves import FINAL
 from surefoot.controller.core.settings import Settings
 from surefoot.controller.core.state import State
+from surefoot.exitcodes import ExitCode
 
 TTL_S = 10.0
 STEP_S = 0.4
@@ -175,17 +176,25 @@ class World:
         self,
         seed: int,
         *,
+        run_id: str = "run1",
+        beside: World | None = None,
+        begins_s: float = 0.0,
         nodes: int = 2,
         spares: int = 1,
         steps: int = 100,
         fenced: bool = True,
         racy: bool = False,
     ) -> None:
-        self.rng = random.Random(seed)
-        self.clock = Clock()
+        """
+        Args:
+            beside: a run that has an etcd and nodes of its own; time, chance and the object store are shared with it.
+            begins_s: when this run begins.
+        """
+        self.rng = beside.rng if beside is not None else random.Random(seed)
+        self.clock = beside.clock if beside is not None else Clock()
         self.settings = Settings(
             job="sim",
-            run_id="run1",
+            run_id=run_id,
             controller="?",
             code_version="sim",
             spec_hash="h",
@@ -208,10 +217,12 @@ class World:
         self.outcome: wire.Outcome | None = None
         self.node_keys: dict[str, tuple[wire.NodeInfo, int]] = {}
         self.status_keys: dict[str, wire.NodeStatus] = {}
-        self.records: dict[int, Record] = {}
-        self.manifests: dict[tuple[int, int], ManifestRef] = {}
-        self.acked: list[tuple[int, int]] = []
+        self.records: dict[int, Record] = beside.records if beside is not None else {}
+        self.manifests: dict[tuple[int, int], ManifestRef] = beside.manifests if beside is not None else {}
+        self.acked: list[tuple[int, int]] = beside.acked if beside is not None else []
         self.ledger = invariants.Ledger()
+        if beside is not None:
+            self.ledger.records = beside.ledger.records
         self.broken: list[str] = []
         self.faults: list[str] = []
         self.advances = 0
@@ -220,9 +231,13 @@ class World:
         self.agents = {f"n{i}": Agent(uid=f"n{i}", incarnation=f"n{i}.0") for i in range(nodes + spares)}
         self.controllers = [Controller(self, name, self.settings) for name in ("a", "b")]
         for agent in self.agents.values():
-            self.clock.after(self.rng.uniform(0, 1), lambda a=agent: self._agent_beat(a, a.incarnation))
+            self.clock.after(
+                begins_s + self.rng.uniform(0, 1), lambda a=agent: self._agent_beat(a, a.incarnation)
+            )
         for controller in self.controllers:
-            self.clock.after(self.rng.uniform(0, 1), lambda c=controller: self._controller_beat(c, 0))
+            self.clock.after(
+                begins_s + self.rng.uniform(0, 1), lambda c=controller: self._controller_beat(c, 0)
+            )
         self.clock.after(RELIST_S, self._relist)
 
     def breaks(self, found: list[str]) -> None:
@@ -728,29 +743,91 @@ class World:
 
     def run(self, *, disturbed_s: float = 60.0, calm_s: float = 300.0) -> None:
         """Disturb for a while, heal, and give the job time to end."""
+        run_all([self], disturbed_s=disturbed_s, calm_s=calm_s)
+        if self.outcome is not None and self.outcome.state != "done":
+            self.breaks([f"INV-19: the job failed: {self.outcome.reason}"])
 
-        def strike() -> None:
-            if self.clock.now < disturbed_s and not self.done:
-                self.disturb()
-                self.clock.after(self.rng.expovariate(1 / 6.0), strike)
+    def strike(self, until_s: float) -> None:
+        """Faults at random moments until then."""
+        if self.clock.now < until_s and not self.done:
+            self.disturb()
+            self.clock.after(self.rng.expovariate(1 / 6.0), lambda: self.strike(until_s))
 
-        self.clock.after(self.rng.uniform(1.0, 6.0), strike)
-        self.clock.run(disturbed_s + 30.0, lambda: self.done)
-        self.calm = True
-        self.clock.run(disturbed_s + 30.0 + calm_s, lambda: self.done)
-        self._check_end()
-
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         if self.outcome is None:
             states = [(c.name, c.state.mind.name, c.state.leads) for c in self.controllers]
             self.breaks([f"INV-19: the job did not end: {states}"])
-        elif self.outcome.state != "done":
-            self.breaks([f"INV-19: the job failed: {self.outcome.reason}"])
-        head = max((g for g, _ in self.manifests), default=0)
-        on_it = {(m.generation, m.step) for m in lineage(self.records, self.manifests.values(), head)}
-        lost = [a for a in self.acked if a not in on_it]
+        lost = [a for a in self.acked if a not in self.lineage()]
         if lost:
-            self.breaks([f"INV-03: acknowledged and off the lineage of {head}: {lost}"])
+            self.breaks([f"INV-03: acknowledged and off the lineage of {self.head}: {lost}"])
         for controller in self.controllers:
             if controller.state.mind in FINAL and controller.state.the_end is None:
                 self.breaks([f"{controller.name} ended without an outcome"])
+
+    @property
+    def head(self) -> int:
+        """The newest generation that committed."""
+        return max((g for g, _ in self.manifests), default=0)
+
+    def lineage(self) -> list[tuple[int, int]]:
+        """(generation, step) of what counts in the end."""
+        found = lineage(self.records, self.manifests.values(), self.head)
+        return [(m.generation, m.step) for m in found]
+
+
+def run_all(worlds: list[World], *, disturbed_s: float, calm_s: float) -> None:
+    """Disturb all of them for a while, heal, and give them time to end."""
+    clock = worlds[0].clock
+    for world in worlds:
+        clock.after(world.rng.uniform(1.0, 6.0), lambda w=world: w.strike(disturbed_s))
+    clock.run(disturbed_s + 30.0, lambda: all(w.done for w in worlds))
+    for world in worlds:
+        world.calm = True
+    clock.run(disturbed_s + 30.0 + calm_s, lambda: all(w.done for w in worlds))
+    for world in worlds:
+        world.check_end()
+
+
+class TwoRuns:
+    """Two runs of one job into one root, each with an etcd and nodes of its own: neither knows of the other but by the
+    object store. The nodes of a run that has ended train on, which is the worst they can do."""
+
+    def __init__(self, seed: int, *, racy: bool = False) -> None:
+        first = World(seed, racy=racy)
+        begins_s = first.rng.choice((0.0, 0.0, 3.0, 15.0, 30.0))
+        second = World(seed, racy=racy, run_id="run2", beside=first, begins_s=begins_s)
+        self.runs = {"run1": first, "run2": second}
+        self.taken_over: list[str] = []
+        """Runs that ended because of the other's record."""
+
+    @property
+    def broken(self) -> list[str]:
+        return [b for w in self.runs.values() for b in w.broken]
+
+    @property
+    def order(self) -> list[str]:
+        """Whose records follow one another, repetitions left out."""
+        records = self.runs["run1"].records
+        owners = [records[g].plan["run_id"] for g in sorted(records)]
+        return [o for o, _ in itertools.groupby(owners)]
+
+    def run(self, *, disturbed_s: float = 60.0, calm_s: float = 300.0) -> None:
+        run_all([*self.runs.values()], disturbed_s=disturbed_s, calm_s=calm_s)
+        first = self.runs["run1"]
+        if len(set(self.order)) != len(self.order):
+            first.breaks([f"INV-03: the runs' records alternate: {self.order}"])
+        ends = [step for _, step in first.lineage() if step == first.settings.steps]
+        if len(ends) != 1:
+            first.breaks([f"INV-03: the last step stands {len(ends)} times on the lineage of {first.head}"])
+        for name, world in self.runs.items():
+            if world.outcome is not None and world.outcome.state != "done":
+                self._judge_failure(name, world, world.outcome)
+        if len(self.taken_over) == len(self.runs):
+            first.breaks(["INV-19: both runs were taken over, and nobody is done"])
+
+    def _judge_failure(self, name: str, world: World, outcome: wire.Outcome) -> None:
+        self.taken_over.append(name)
+        if "has taken over this root" not in outcome.reason or outcome.exit_code != ExitCode.ENVIRONMENT:
+            world.breaks([f"INV-19: {name} failed: {outcome.reason}"])
+        elif self.order.index(name) == len(self.order) - 1:
+            world.breaks([f"INV-03: {name} has the newest record and gave way: {self.order}"])

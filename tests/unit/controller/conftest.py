@@ -222,14 +222,14 @@ class Bench:
         self.send(ev.Elected(token=token))
         self.perform()
 
-    def appear(self, *uids: str, **facts: Any) -> None:
-        """Nodes register and report, parked unless `facts` say otherwise."""
+    def appear(self, *uids: str, leave: tuple[type[Any], ...] = (), **facts: Any) -> None:
+        """Nodes register and report, parked unless `facts` say otherwise; `leave` as in `perform`."""
         for uid in uids:
             self.nodes[uid] = ToyNode(uid=uid, **facts)
             self.revision += 1
             self.send(ev.NodeAppeared(info=self.nodes[uid].info, revision=self.revision))
             self.report(uid)
-        self.perform()
+        self.perform(leave=leave)
 
     def vanish(self, uid: str, *, perform: bool = True) -> None:
         """The node's key ends."""

@@ -19,6 +19,19 @@ def kill(bench: Any, rank: int = 1) -> None:
     bench.end(rank, signal=9)
 
 
+def record_by(bench: Any, generation: int, start: StartRef, *, run_id: str = "run1") -> Record:
+    """A record by another controller: of this run, or of another one."""
+    point = wire.StartingPoint(generation=start.generation, step=start.step, tier="object_store")
+    plan = msgspec.structs.replace(bench.plan, generation=generation, run_id=run_id, start=point)
+    return Record(
+        generation=generation,
+        start=start,
+        reason="resume",
+        created_by="z@3",
+        plan=msgspec.to_builtins(plan),
+    )
+
+
 # ---------------------------------------------------------------- the second listing
 
 
@@ -96,21 +109,16 @@ def test_taken_number(bench: Any) -> None:
     bench.running(step=8)
     kill(bench)
     bench.perform(leave=(dec.CreateRecord,))
-    theirs = Record(
-        generation=2, start=StartRef(generation=1, step=7), reason="restart", created_by="z@3", plan=None
-    )
-    bench.records[2] = theirs
+    theirs = bench.records[2] = record_by(bench, 2, StartRef(generation=1, step=7))
     bench.perform()
     assert bench.plan.generation == 3
     assert bench.records[2] == theirs
 
 
-def test_foreign_record_above_the_running_plan(bench: Any) -> None:
+def test_record_of_a_woken_controller_above_the_running_plan(bench: Any) -> None:
     """A woken controller's record appears while generation 1 runs: it fences 1's commits, so the next one is formed."""
     bench.running(step=8)
-    bench.records[2] = Record(
-        generation=2, start=StartRef(generation=1, step=3), reason="restart", created_by="z@3", plan=None
-    )
+    bench.records[2] = record_by(bench, 2, StartRef(generation=1, step=3))
     for _ in range(8):
         bench.now += 2
         bench.step(9)
@@ -124,9 +132,7 @@ def test_foreign_record_above_the_running_plan(bench: Any) -> None:
 
 def test_fenced_committer_makes_the_leader_look_at_once(bench: Any) -> None:
     bench.running(step=8)
-    bench.records[2] = Record(
-        generation=2, start=StartRef(generation=1, step=3), reason="restart", created_by="z@3", plan=None
-    )
+    bench.records[2] = record_by(bench, 2, StartRef(generation=1, step=3))
     bench.nodes["n0"].extra["committed"] = wire.Committed(generation=1, step=8, fenced_by=2)
     bench.report("n0")
     bench.perform()
