@@ -10,6 +10,7 @@ import typer
 
 from surefoot.ckpt.errors import CkptError, CkptUserError
 from surefoot.ckpt.inspect import CheckpointRow, Report, Shown, list_checkpoints, show, verify_step
+from surefoot.ckpt.record import list_records
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
 from surefoot.exitcodes import ExitCode
 
@@ -34,11 +35,15 @@ Generation = Annotated[
 @app.command("ls")
 def ls_command(url: Root, json: Json = False) -> None:
     """List the checkpoints, those off the lineage as well."""
-    rows = list_checkpoints(_open(url))
+    store = _open(url)
+    rows = list_checkpoints(store)
     if json:
         _print_json(rows)
-    else:
+    elif rows:
         _print_rows(rows)
+    else:
+        begun = bool(list_records(store))
+        _print("no checkpoints yet" if begun else f"no checkpoints: no job has ever begun under {store.root}")
 
 
 @app.command("show")
@@ -91,7 +96,7 @@ def _print_rows(rows: list[CheckpointRow]) -> None:
         table.add_row(
             str(r.step), str(r.generation), mark, size, tensors, str(r.world_size), r.attempt, r.reason
         )
-    _print(table if rows else "no checkpoints")
+    _print(table)
 
 
 def _print_shown(shown: Shown) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import xxhash
 
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.errors import CkptError, DamagedError, StepMissingError
@@ -199,17 +200,18 @@ def verify_step(store: ObjectStore, step: int | None, generation: int | None = N
     except CkptError as e:
         return Report(step=step or 0, generation=generation or 0, root=store.root, problems=(str(e),))
     problems = list(_structure_problems(store, manifest))
-    checked = 0
+    checked = sound = 0
     for o in manifest.objects:
         try:
             checked += _verify_object(store, o)
+            sound += 1
         except DamagedError as e:
             problems.append(str(e))
     return Report(
         step=manifest.step,
         generation=manifest.generation,
         root=store.root,
-        objects=len(manifest.objects),
+        objects=sound,
         nbytes=checked,
         problems=tuple(problems),
     )
@@ -236,6 +238,14 @@ def _verify_object(store: ObjectStore, source: DataObject) -> int:
     if len(source.checksums) != blocks:
         raise DamagedError(
             f"{source.key} has {blocks} blocks and {len(source.checksums)} checksums", key=source.key
+        )
+    try:
+        header = store.read(source.key, 0, source.data_start)
+    except ObjectMissingError as e:
+        raise DamagedError(f"{source.key} is missing", key=source.key) from e
+    if xxhash.xxh3_64_hexdigest(header) != source.header_checksum:
+        raise DamagedError(
+            f"{source.key}: its safetensors header does not match its checksum", key=source.key
         )
     return sum(
         len(read_blocks(store, source, first, min(first + at_once, blocks)))

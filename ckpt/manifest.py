@@ -75,6 +75,8 @@ class DataObject(_Stored, frozen=True, kw_only=True):
     block_nbytes: int
     checksums: tuple[str, ...] = ()
     """xxh3-64 of each block of the data section, in hex."""
+    header_checksum: str = ""
+    """xxh3-64 of what stands before the data section. A load needs none of it; other readers of safetensors do."""
     pieces: tuple[Piece, ...] = ()
 
 

@@ -214,6 +214,7 @@ def _upload_object(store: ObjectStore, info: ImageInfo, section: memoryview, att
         data_nbytes=s.written_nbytes,
         block_nbytes=s.block_nbytes,
         checksums=info.meta.written_sums,
+        header_checksum=xxhash.xxh3_64_hexdigest(header),
         pieces=s.written,
     )
 
