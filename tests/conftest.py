@@ -6,6 +6,7 @@ Whatever a fixture started is ended by the process that started it, by its pid.
 
 import importlib.util
 import os
+import signal
 import sys
 import time
 import uuid
@@ -19,6 +20,9 @@ from surefoot.controller.etcd import EmbeddedEtcd, start_etcd
 from surefoot.controller.store import CoordStore, connect
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores SIGINT for what it starts in the background, and children inherit that: tests of Ctrl-C would find
+# processes that are deaf to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _eventually(holds: Callable[[], Any], within_s: float = 10.0, what: str = "") -> Any:
