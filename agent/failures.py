@@ -121,6 +121,18 @@ def kind_of(error: BaseException, *, area: Area | None, first_step_begun: bool) 
     return "workload" if first_step_begun else "startup"
 
 
+# Names again: the loader is not imported here. What it cannot reach may be there the next time; what is wrong stays wrong.
+_PERMANENT_LOADER_CLASSES = frozenset({"LoaderUsageError", "BadDataError", "SourceMissingError"})
+
+
+def is_permanent(error: BaseException) -> bool:
+    """True where the same code, spec and data must fail in the same way again."""
+    return isinstance(error, MisuseError) or any(
+        base.__name__ in _PERMANENT_LOADER_CLASSES and base.__module__.startswith("surefoot.loader")
+        for base in type(error).__mro__
+    )
+
+
 def report(error: BaseException, *, area: Area | None, first_step_begun: bool) -> ErrorReport:
     """The bounded account of `error` that travels to the agent and on to the controller."""
     return ErrorReport(
@@ -128,6 +140,7 @@ def report(error: BaseException, *, area: Area | None, first_step_begun: bool) -
         type=type(error).__name__,
         message=_bounded(str(error) or repr(error), MESSAGE_CHARS_MAX),
         traceback=_bounded("".join(traceback.format_exception(error)), TRACEBACK_CHARS_MAX),
+        permanent=is_permanent(error),
     )
 
 

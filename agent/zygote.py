@@ -98,13 +98,14 @@ def _preload(modules: Sequence[str]) -> wire.ErrorReport | None:
         except BaseException as e:  # a module may well call sys.exit
             message = (
                 f"program.preload names {module!r}, which cannot be imported: {type(e).__name__}: {e}. "
-                f"Mend the module or the name; searched: {', '.join(filter(None, sys.path[:3]))} …"
+                f"Mend the module or the name; searched: {', '.join(dict.fromkeys(filter(None, sys.path[:3])))} …"
             )
             return wire.ErrorReport(
                 kind="startup",
                 type=type(e).__name__,
                 message=message[:MESSAGE_CHARS_MAX],
                 traceback="".join(traceback.format_exception(e))[-TRACEBACK_CHARS_MAX:],
+                permanent=not isinstance(e, OSError),  # a disk or a mount may come back
             )
     return None
 

@@ -271,7 +271,8 @@ def _check_column(source: Source, entry: FileEntry, metadata: pq.FileMetaData) -
     at = schema.get_field_index(source.column)
     if at < 0:
         raise ColumnMissingError(
-            f"{entry.path} has no column {source.column!r}; its columns are {', '.join(map(repr, schema.names))}",
+            f"{entry.path} has no column {source.column!r}; its columns are {', '.join(map(repr, schema.names))};"
+            " name the one with the text: Source(…, column=…)",
             source=source.name,
             path=entry.path,
         )

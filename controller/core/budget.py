@@ -66,7 +66,16 @@ class CrashLoop:
         return f"the same crash {self.times} times with nothing committed in between: {self.signature}"
 
 
-BudgetVerdict = Allowed | Exhausted | CrashLoop
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hopeless:
+    """The fault says of itself that it would come again."""
+
+    @property
+    def detail(self) -> str:
+        return "no restart can help"
+
+
+BudgetVerdict = Allowed | Exhausted | CrashLoop | Hopeless
 
 
 def plan_of(record: Record) -> Plan | None:
@@ -111,8 +120,12 @@ def spent(records: Mapping[int, Record], lineage: Iterable[ManifestRef], run_id:
     return Spent(restarts=dict(restarts), signatures=tuple(signatures))
 
 
-def judge(settings: Settings, account: Spent, *, cause: str, signature: str) -> BudgetVerdict:
-    """May a fault of this cause and signature be answered by another restart?"""
+def judge(
+    settings: Settings, account: Spent, *, cause: str, signature: str, permanent: bool = False
+) -> BudgetVerdict:
+    """May a fault of this cause and signature be answered by another restart? Not if it is `permanent`."""
+    if permanent:
+        return Hopeless()
     if signature:
         times = 1 + account.signatures.count(signature)
         if times >= CRASH_SIGNATURES_MAX:

@@ -214,7 +214,9 @@ def _budget(d: Draft, fault: Fault) -> budget.BudgetVerdict:
     except LineageError:
         committed = []  # choosing a starting point will say so, and hold
     account = budget.spent(truth.records, committed, d.s.settings.run_id)
-    return budget.judge(d.s.settings, account, cause=fault.cause, signature=fault.signature)
+    return budget.judge(
+        d.s.settings, account, cause=fault.cause, signature=fault.signature, permanent=fault.permanent
+    )
 
 
 def answer(d: Draft, fault: Fault) -> None:

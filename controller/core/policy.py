@@ -306,6 +306,7 @@ def _rank_end(at: Situation, reading: Reading, evidence: Sequence[str]) -> Fault
         rule="a rank ended by itself or by a signal is initiating; communication errors of others are its effects",
         signature=words if reading.cause == "workload" else "",
         start_at_fault=loading,
+        permanent=error is not None and error.permanent,
     )
 
 
@@ -335,6 +336,7 @@ def _start_failed(at: Situation, uid: str, failure: StartFailure, evidence: Sequ
         signature=f"{failure.kind}: {failure.detail}" if launch else "",
         start_at_fault=serving,
         start_is_gone=serving,
+        permanent=failure.error is not None and failure.error.permanent,
     )
 
 

@@ -56,3 +56,26 @@ def test_a_report_is_bounded_and_keeps_the_end() -> None:
 
 def test_an_error_without_words_still_says_what_it_is() -> None:
     assert failures.report(KeyError(), area=None, first_step_begun=True).message == "KeyError()"
+
+
+_LOADER = {"__module__": "surefoot.loader.errors"}
+
+
+class _OfTheLoader(Exception):
+    __module__ = "surefoot.loader.errors"
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent"),
+    [
+        (failures.EntryPointError("no such function"), True),
+        (failures.BatchCountError("two"), True),
+        (type("BadDataError", (_OfTheLoader,), dict(_LOADER))("no such column"), True),
+        (type("SourceUnreachableError", (_OfTheLoader,), dict(_LOADER))("no answer"), False),
+        (type("BadDataError", (Exception,), {})("a user's own class of that name"), False),
+        (RuntimeError("shape mismatch"), False),
+        (failures.CommitGivenUpError("no"), False),
+    ],
+)
+def test_what_must_fail_again_says_so(error: BaseException, permanent: bool) -> None:
+    assert failures.report(error, area=None, first_step_begun=True).permanent == permanent
