@@ -106,12 +106,15 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(data: bytes, *, key: str = "record") -> Record:
     """Raises FormatError (written by a newer version) or DamagedError, both naming `key`."""
-    check_format(data, key=key)
     try:
+        check_format(data, key=key)
         return msgspec.json.decode(data, type=Record)
-    except (msgspec.DecodeError, RecursionError) as e:
+    except (DamagedError, msgspec.DecodeError, RecursionError) as e:
+        what = e.__cause__ if isinstance(e, DamagedError) else e
         raise DamagedError(
-            f"{key} is no record: {e}; restore it from a backup of the object store", key=key
+            f"{key} ({len(data)} bytes) is damaged, or no record ({what}): restore it from a backup of the object store; "
+            f"which checkpoints count cannot be told without it",
+            key=key,
         ) from e
 
 

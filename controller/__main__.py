@@ -73,7 +73,13 @@ def _serve(controller: Controller) -> int:
 
 def _config(args: argparse.Namespace, spec: JobSpec, token: str) -> ControllerConfig:
     return ControllerConfig(
-        settings=Settings.of(spec, run_id=args.run_id, controller=args.name, code_version=code_version()),
+        settings=Settings.of(
+            spec,
+            run_id=args.run_id,
+            controller=args.name,
+            code_version=code_version(),
+            held_patience_s=args.held_patience,
+        ),
         token=token,
         state_dir=args.state_dir.absolute(),
         lease_ttl_s=spec.detect.lease_ttl_s,
@@ -101,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         "--state-dir", type=Path, required=True, help="history and journal of this controller"
     )
     parser.add_argument("--token-file", type=Path, required=True, help="holds the job's token")
+    parser.add_argument(
+        "--held-patience",
+        type=float,
+        metavar="SECONDS",
+        help="fail after this long where etcd, records and agents contradict each other; default: wait for an operator",
+    )
     return parser
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from surefoot import history
-from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.errors import CkptError, DamagedError, FormatError
 from surefoot.ckpt.record import (
     Record,
     RecordTakenError,
@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 
 INCIDENTS_MAX = 50
 """Incidents kept in etcd (docs/protocol.md); all of them are in the object store."""
+
+HELD_RETRY_S = 1.0
+"""Pause before etcd is asked again to take the ``held`` key."""
 
 D = TypeVar("D")
 
@@ -98,15 +101,18 @@ class Effects:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="effects")
         self._probes = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probes")
         self._diary = ThreadPoolExecutor(max_workers=1, thread_name_prefix="incidents")
-        """One thread: versions of an incident are written in their order."""
+        """One thread: versions of an incident, and what is held, are written in their order."""
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
         """No more effects; what is under way comes to its end by itself."""
+        self._stopped.set()
         for pool in (self._pool, self._probes, self._diary):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def finish(self) -> None:
         """Wait for the incidents that are still to be written, and end."""
+        self._stopped.set()
         self._diary.shutdown(wait=True)
         self.stop()
 
@@ -125,6 +131,8 @@ class Effects:
                 self._submit(decision.op, self._read_plan, decision)
             case dec.WriteOutcome():
                 self._submit(decision.op, self._write_outcome, decision)
+            case dec.TellHeld():
+                self._diary.submit(self._tell_held, decision)
             case dec.OpenIncident() | dec.UpdateIncident():
                 self._means.journal.incident(decision.incident)
                 self._diary.submit(self._write_incident, decision.incident, decision.token)
@@ -174,8 +182,9 @@ class Effects:
         failpoint("plan.before_record")
         try:
             data = create_record(self._means.objects, decision.record)
-        except RecordTakenError as e:
-            return ev.RecordTaken(op=op, generation=e.generation)
+        except (RecordTakenError, DamagedError, FormatError):
+            # Taken in any case; what stands there and cannot be read is for the listing that follows to tell.
+            return ev.RecordTaken(op=op, generation=generation)
         except ObjectUnknownError as e:
             return ev.RecordUnknown(op=op, generation=generation, detail=str(e))
         except (ObjectStoreError, CkptError) as e:
@@ -254,6 +263,20 @@ class Effects:
         except CoordError as e:
             return ev.CoordStoreUnavailable(op=op, detail=str(e))
         return ev.OutcomeWritten(op=op) if done.succeeded else ev.OutcomeRefused(op=op)
+
+    def _tell_held(self, decision: dec.TellHeld) -> None:
+        """Until it stands or the term is over: under the leader's lease, the key never outlives whoever holds."""
+        key, lease = self._means.keys.held, self._leadership.keeper.lease
+        held = wire.encode(wire.Held(reason=decision.reason))
+        change = Put(key, held, lease) if decision.reason else Delete(key)
+        while self._leadership.alive() and not self._stopped.is_set():
+            try:
+                self._means.store.txn([CreatedAt(self._means.keys.leader, decision.token)], [change])
+            except CoordError as e:
+                log.debug("telling that the job is held failed: %s", e)
+                self._stopped.wait(HELD_RETRY_S)
+            else:
+                return
 
     def _write_incident(self, incident: wire.Incident, token: int) -> None:
         """At best effort: the object store's copy is the durable one."""

@@ -31,6 +31,11 @@ class Keys:
         return self.root + "outcome"
 
     @property
+    def held(self) -> str:
+        """A `wire.Held` under the leader's lease, as long as the job is held."""
+        return self.root + "held"
+
+    @property
     def nodes(self) -> str:
         return self.root + "nodes/"
 

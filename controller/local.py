@@ -69,6 +69,9 @@ GRACE_S_MAX = 10.0
 REVIVALS_MAX = 3
 """How often the last controller is started again. One that is killed more often is killed for a reason (memory)."""
 
+HELD_PATIENCE_S = 15.0
+"""How long a run on this machine waits for a contradiction (a damaged record …) to go away: nobody is there to mend it."""
+
 KEPT_RUNS_MAX = 5
 """How many failed runs' logs are kept under the base folder."""
 
@@ -346,7 +349,10 @@ class LocalRun:
 
     def _start_controller(self, owner: marks.RunOwner, endpoint: str, name: str) -> None:
         state = owner.folder / "controllers" / name
-        arguments = ["--name", name, *self._common(owner, endpoint, state)]
+        arguments = [
+            *("--name", name, "--held-patience", f"{HELD_PATIENCE_S:g}"),
+            *self._common(owner, endpoint, state),
+        ]
         self._controllers[name] = self._start_component(owner, f"controller-{name}", "controller", arguments)
 
     def _start_agent(self, owner: marks.RunOwner, endpoint: str, uid: str) -> None:

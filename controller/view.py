@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-JobPhase = Literal["waiting", "forming", "starting", "running", "done", "failed", "unknown"]
+JobPhase = Literal["waiting", "forming", "starting", "running", "held", "done", "failed", "unknown"]
 """``waiting``: no plan yet; ``forming``: a record without its plan, or a fault not yet answered; ``starting``: not all ranks
-of the plan have begun a step; ``unknown``: etcd is not there to say."""
+of the plan have begun a step; ``held``: what etcd, records and agents say contradicts itself, and until that is mended nothing
+is decided; ``unknown``: etcd is not there to say."""
 
 QUIET_S = 3.0
 """A rank without a sign of progress for this long is mentioned. A matter of display only: verdicts are the detectors'."""
@@ -168,6 +169,7 @@ def observe(
     held = {kv.key: kv.value for kv in keys or ()}
     pointer = _read(wire.PlanPointer, held.get(layout.plan))
     outcome = outcome_of(held.get(layout.outcome), run_id)
+    hold = _read(wire.Held, held.get(layout.held))
     infos = _read_all(wire.NodeInfo, held, layout.nodes)
     statuses = _read_all(wire.NodeStatus, held, layout.statuses)
     told = {i.id: i for i in incidents} | {
@@ -183,7 +185,7 @@ def observe(
     ranks = [rank for node in nodes if node.generation == generation for rank in node.ranks]
     step = _newest_step(plan, ranks, outcome, committed)
     complete = bool(committed) and committed[-1].step == facts.steps
-    phase = _phase(keys is None, complete, pointer, outcome, max(records, default=0), plan, nodes)
+    phase = _phase(keys is None, complete, hold, pointer, outcome, max(records, default=0), plan, nodes)
     losses = _losses(previous, ranks)
     step_s = [rank.step_s for rank in ranks if rank.step_s]
     generations = tuple(_generation(g, plans.get(g), records[g]) for g in sorted(records))
@@ -191,8 +193,8 @@ def observe(
         job=facts.name,
         root=facts.root,
         phase=phase,
-        now=damage
-        or _now(facts, phase, plan, nodes, leader is not None, known_incidents, outcome, generations),
+        now=(damage if phase != "held" else "")  # what the leader holds for says it better
+        or _now(facts, phase, hold, plan, nodes, leader is not None, known_incidents, outcome, generations),
         leader=leader.decode(errors="replace") if leader is not None else None,
         generation=generation,
         reason=next((g.reason for g in generations if g.generation == generation), ""),
@@ -377,6 +379,7 @@ def _newest_step(
 def _phase(
     blind: bool,
     complete: bool,
+    hold: wire.Held | None,
     pointer: wire.PlanPointer | None,
     outcome: wire.Outcome | None,
     highest_record: int,
@@ -387,6 +390,8 @@ def _phase(
         return outcome.state
     if blind:
         return "done" if complete else "unknown"
+    if hold is not None:
+        return "held"
     if pointer is None:
         return "forming" if highest_record and nodes else "waiting"
     members = [node for node in nodes if plan is not None and plan.member(node.uid) is not None]
@@ -544,6 +549,7 @@ def _events(
 def _now(
     facts: JobFacts,
     phase: JobPhase,
+    hold: wire.Held | None,
     plan: wire.Plan | None,
     nodes: Sequence[NodeView],
     led: bool,
@@ -572,6 +578,8 @@ def _now(
             return "forming a new generation"
         case "starting":
             return _starting(plan, generations)
+        case "held":
+            return f"held: {hold.reason}" if hold is not None else "held"
         case "running":
             return _running(plan, nodes, led)
 
@@ -605,7 +613,7 @@ def news(previous: JobView | None, current: JobView) -> list[str]:
     told_apart = ("incident", "outcome")
     lines = [line for i in current.incidents for line in _incident_news(before.get(i.id), i)]
     lines += [e.text for e in current.events if e.kind not in told_apart and e.text not in seen]
-    if current.phase == "waiting" and (previous is None or previous.now != current.now):
+    if current.phase in ("waiting", "held") and (previous is None or previous.now != current.now):
         lines.append(current.now)
     return lines
 
@@ -637,6 +645,7 @@ _JOB_STYLE = {
     "forming": "bold yellow",
     "starting": "yellow",
     "running": "bold green",
+    "held": "bold red",
     "done": "bold bright_green",
     "failed": "bold red",
     "unknown": "magenta",

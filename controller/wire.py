@@ -129,6 +129,8 @@ class ErrorReport(_Value, frozen=True, kw_only=True):
     message: str
     traceback: str = ""
     """The last frames, bounded."""
+    permanent: bool = False
+    """The same code, spec and data would fail in the same way: no restart can help."""
 
 
 class ExitReport(_Value, frozen=True, kw_only=True):
@@ -224,6 +226,12 @@ class Outcome(_Value, frozen=True, kw_only=True):
     generation: int
     run_id: str = ""
     """The run that ended: one of a former run says nothing about this one."""
+
+
+class Held(_Value, frozen=True, kw_only=True):
+    """The value of ``held``: why nothing is decided, and what to mend. Where the key is gone, the job is held no more."""
+
+    reason: str
 
 
 class Incident(_Value, frozen=True, kw_only=True):

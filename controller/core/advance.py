@@ -54,6 +54,7 @@ from surefoot.controller.core.state import (
     TakingOver,
     Truth,
 )
+from surefoot.exitcodes import ExitCode
 
 
 def advance(state: State, events: Iterable[Event], now_s: float) -> tuple[State, tuple[Decision, ...]]:
@@ -222,22 +223,20 @@ def _periodic(d: Draft) -> None:
     truth = d.s.truth
     assert truth is not None
     coming_up = d.s.forming is not None and isinstance(d.s.forming.stage, ComingUp)
-    if d.s.mind is Mind.HELD:
-        if takeover.contradiction(d, truth) is None:
-            _cleared_up(d)
-    elif d.s.mind is Mind.RUNNING or coming_up:
+    if d.s.mind in (Mind.HELD, Mind.RUNNING) or coming_up:
         why_not = takeover.contradiction(d, truth)
         if why_not is not None:
             closing.hold(d, why_not)
+        elif d.s.mind is Mind.HELD:
+            _cleared_up(d)
         elif d.plan is not None and truth.top > d.plan.generation:
             d.turn(Turn.SUPERSEDED)
             forming.begin(d, takeover.superseded(d, truth))
 
 
 def _cleared_up(d: Draft) -> None:
-    d.turn(Turn.CLEARED_UP)
+    closing.release(d)
     d.set(
-        held_why="",
         in_force=None,
         forming=forming.Forming(
             why=takeover.LOOKING, stage=TakingOver(op=0, world=True, listed=True), since_s=d.now
@@ -250,7 +249,7 @@ def _damaged(d: Draft, event: LineageDamaged) -> None:
     if event.op not in d.s.listings:
         return
     _forget(d, event.op)
-    if d.s.mind in (Mind.FORMING, Mind.RUNNING, Mind.HOLD_COMMITS):
+    if d.s.mind not in FINAL:
         closing.hold(d, event.detail)
 
 
@@ -282,6 +281,9 @@ def _consider(d: Draft) -> None:
     if d.s.mind in FINAL:
         closing.pursue_end(d)
         return
+    if _patience_is_over(d):
+        closing.finish(d, Turn.GAVE_UP, ExitCode.ENVIRONMENT, d.s.held_why, step=forming.committed_step(d))
+        return
     takeover.pursue(d)
     if takeover.pointer_astray(d):
         takeover.look_again(d)
@@ -293,6 +295,12 @@ def _consider(d: Draft) -> None:
         ending.pursue(d)
         incidents.follow(d)
         _list_when_due(d)
+
+
+def _patience_is_over(d: Draft) -> bool:
+    """Is the job held for longer than anybody will wait for it?"""
+    patience_s = d.s.settings.held_patience_s
+    return d.s.mind is Mind.HELD and patience_s is not None and d.now - d.s.held_since_s >= patience_s
 
 
 def _list_when_due(d: Draft) -> None:

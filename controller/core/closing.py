@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from surefoot.controller.core import incidents
-from surefoot.controller.core.decisions import StepDown, WriteOutcome
+from surefoot.controller.core.decisions import StepDown, TellHeld, WriteOutcome
 from surefoot.controller.core.draft import Draft
-from surefoot.controller.core.moves import Turn
+from surefoot.controller.core.moves import Mind, Turn
 from surefoot.controller.core.state import TheEnd
 from surefoot.controller.wire import Outcome
 from surefoot.exitcodes import ExitCode
@@ -88,13 +88,19 @@ def depose(d: Draft, reason: str) -> None:
 
 
 def hold(d: Draft, why: str) -> None:
-    """Refuse to act until the contradiction is gone; looked at again with each listing."""
-    d.turn(Turn.CONTRADICTED)
-    d.report("held", why)
-    d.set(
-        held_why=why,
-        forming=None,
-        inquiry=None,
-        ending=None,
-        next_listing_s=d.now + d.s.settings.times.relist_s,
-    )
+    """Refuse to act until the contradiction is gone; looked at again with each listing. Held already: `why` is news, or not."""
+    d.set(next_listing_s=d.now + d.s.settings.times.held_look_s)
+    if d.s.mind is not Mind.HELD:
+        d.turn(Turn.CONTRADICTED)
+        d.set(forming=None, inquiry=None, ending=None, held_since_s=d.now)
+    if why != d.s.held_why:
+        d.report("held", why)
+        d.set(held_why=why)
+        d.decide(TellHeld(token=d.token, reason=why))
+
+
+def release(d: Draft) -> None:
+    """The contradiction is gone."""
+    d.turn(Turn.CLEARED_UP)
+    d.set(held_why="")
+    d.decide(TellHeld(token=d.token, reason=""))

@@ -90,6 +90,14 @@ class WriteOutcome(_Wanted):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TellHeld(_Wanted):
+    """Write the ``held`` key with this reason, fenced by `token`; remove it where the reason is empty. Nobody waits for it."""
+
+    token: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIncident(_Wanted):
     """Write a new incident, fenced by `token`, and to the journal. Nobody waits for it."""
 
@@ -122,6 +130,7 @@ Decision = (
     | PublishPlan
     | ReadPlan
     | WriteOutcome
+    | TellHeld
     | OpenIncident
     | UpdateIncident
     | Report

@@ -19,6 +19,7 @@ from surefoot.controller.core.decisions import (
     OpenIncident,
     PublishPlan,
     StepDown,
+    TellHeld,
     UpdateIncident,
     WriteOutcome,
 )
@@ -73,7 +74,7 @@ def only_the_leader_decides(after: State, before: State, decisions: list[Decisio
     """INV-04: whatever changes etcd bears the token under which this controller leads."""
     broken: list[str] = []
     for decision in decisions:
-        if isinstance(decision, PublishPlan | WriteOutcome | OpenIncident | UpdateIncident) and (
+        if isinstance(decision, PublishPlan | WriteOutcome | TellHeld | OpenIncident | UpdateIncident) and (
             decision.token not in (after.token, before.token)
         ):
             broken.append(

@@ -5,7 +5,7 @@ House rule: whatever is not in `MOVES` raises `IllegalMoveError` and changes not
 FORMING is where a new leader begins, since it has to look before it knows anything; a generation that it finds intact
 moves it straight to RUNNING. Everything from the fault to the first step of the next generation is FORMING, its stages are
 in state.py. HOLD_COMMITS is RUNNING with the object store away. HELD refuses to act on a contradiction between etcd, the
-records and the agents until it is gone. DONE and FAILED are final, but for a leader that has to look again because it was
+records and the agents until it is gone, or, where nobody is there to mend it, until patience ends. DONE and FAILED are final, but for a leader that has to look again because it was
 deposed before the outcome was written.
 """
 
@@ -66,6 +66,7 @@ MOVES: Mapping[tuple[Mind, Turn], Mind] = {
     (Mind.HOLD_COMMITS, Turn.FAULT_FOUND): Mind.FORMING,
     (Mind.HOLD_COMMITS, Turn.CONTRADICTED): Mind.HELD,
     (Mind.HELD, Turn.CLEARED_UP): Mind.FORMING,
+    (Mind.HELD, Turn.GAVE_UP): Mind.FAILED,
     (Mind.HELD, Turn.TAKEN_OVER): Mind.FAILED,
 }
 

@@ -37,6 +37,8 @@ class Times:
     """The deadline of evaluation, compilation and of the last save, which waits for the object store (CTL-31: 10 min)."""
     end_skew_s: float = 10.0
     """Ranks that have come to the end of their data early wait this long for the others before it is called a fault."""
+    held_look_s: float = 3.0
+    """A job that is held looks this often whether the contradiction is gone."""
     relist_s: float = 15.0
     """Records and manifests are listed again this often, as the keys in etcd are (CTL-21)."""
     store_retry_s: float = 0.2
@@ -91,6 +93,8 @@ class Settings:
     restarts: Mapping[str, int] = field(default_factory=_as_in_the_spec)
     """Cause to the restarts it may have between two commits."""
     wait_for_node_s: float = 60.0
+    held_patience_s: float | None = None
+    """A job that is held fails after this long; None: it waits for an operator, as long as that takes."""
     times: Times = field(default_factory=Times)
 
     @property
@@ -109,7 +113,14 @@ class Settings:
         return max(self.times.quiet_status_s, 4 * nodes / 500)
 
     @staticmethod
-    def of(spec: JobSpec, *, run_id: str, controller: str, code_version: str) -> Settings:
+    def of(
+        spec: JobSpec,
+        *,
+        run_id: str,
+        controller: str,
+        code_version: str,
+        held_patience_s: float | None = None,
+    ) -> Settings:
         """The settings of a valid spec."""
         return Settings(
             job=spec.job.name,
@@ -129,4 +140,5 @@ class Settings:
             observe=frozenset(spec.detect.observe),
             restarts=spec.policy.restarts,
             wait_for_node_s=spec.policy.wait_for_node_s,
+            held_patience_s=held_patience_s,
         )

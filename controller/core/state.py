@@ -202,6 +202,8 @@ class Fault:
     """The starting point could not be served or loaded."""
     start_is_gone: bool = False
     """… and trying it again is pointless."""
+    permanent: bool = False
+    """No restart can help: the spec, the training code or the data has to be mended."""
 
 
 # ---------------------------------------------------------------- forming
@@ -373,6 +375,7 @@ class State:
     ending: Ending | None = None
     the_end: TheEnd | None = None
     held_why: str = ""
+    held_since_s: float = 0.0
     listing: int | None = None
     """The op of the listing under way that no stage waits for."""
     listings: Mapping[int, float] = field(default_factory=dict[int, float])

@@ -110,7 +110,7 @@ def assess(d: Draft) -> None:
 def contradiction(d: Draft, truth: Truth) -> str | None:
     """Why nothing may be decided; None where all is well."""
     try:
-        lineage(truth.records, truth.manifests, forming.ran(d) if truth.top else 0)
+        lineage(truth.records, truth.manifests, forming.ran(d))
     except LineageError as e:
         told = starting.contradiction(truth, d.s.pointer, d.nodes)
         return told if told is not None else str(e)

@@ -97,6 +97,8 @@ class Bench:
         self.pointer: wire.PlanPointer | None = None
         self.outcome: wire.Outcome | None = None
         self.incidents: dict[str, wire.Incident] = {}
+        self.held = ""
+        """What the ``held`` key says."""
         self.wanted: list[dec.Decision] = []
         self.history: list[dec.Decision] = []
         self.ledger = invariants.Ledger()
@@ -162,6 +164,9 @@ class Bench:
                 return [ev.PlanPublished(op=op, generation=pointer.generation, revision=self.revision)]
             case dec.ReadPlan(op=op):
                 return [ev.PlanRead(op=op, pointer=self.pointer, revision=self.revision)]
+            case dec.TellHeld(reason=reason):
+                self.held = reason
+                return []
             case dec.WriteOutcome(op=op, outcome=outcome):
                 self.outcome = outcome
                 return [ev.OutcomeWritten(op=op)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from surefoot.ckpt.record import Record, StartRef, record_key
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectStoreUnavailableError,
@@ -22,10 +24,12 @@ from surefoot.ckpt.store import (
 from surefoot.controller import wire
 from surefoot.controller.core import decisions as dec
 from surefoot.controller.core import events as ev
+from surefoot.controller.effects import Effects, Means, Records
 from surefoot.controller.election import Election, Leadership
 from surefoot.controller.inbox import Inbox
 from surefoot.controller.journal import Journal, line_of, read_incidents
 from surefoot.controller.keys import Keys
+from surefoot.controller.leases import LeaseKeeper
 from surefoot.controller.probes import probe_all
 from surefoot.controller.store import CreatedAt, MemoryStore, Put
 from surefoot.controller.world import WorldFollower, WorldReader
@@ -336,3 +340,57 @@ def test_standby_leaves_when_the_job_has_ended(eventually: Any) -> None:
     eventually(lambda: b.outcomes == [ours])
     assert b.won == []
     b.election.stop()
+
+
+# ---------------------------------------------------------------- effects
+
+
+@contextmanager
+def effects(folder: Path, store: MemoryStore, objects: MemoryObjectStore) -> Iterator[tuple[Effects, Any]]:
+    """The hands of a leader of job ``j``, and the queue of what they answer."""
+    keys, answers = Keys("j"), queue.SimpleQueue[Any]()
+    keeper = LeaseKeeper(store, 10, on_lost=lambda reason: None, rng=random.Random(1))
+    keeper.start()
+    token = store.txn([CreatedAt(keys.leader, 0)], [Put(keys.leader, b"a", keeper.lease)]).revision
+    journal = Journal(folder, objects, "a")
+    journal.start()
+    means = Means(store=store, objects=objects, keys=keys, job="j", token="t", journal=journal)
+    hands = Effects(
+        means, Records(objects), Leadership(token, keeper), lambda e: [answers.put(x) for x in e] and None
+    )
+    yield hands, answers
+    hands.finish()
+    journal.stop()
+    keeper.stop()
+
+
+def test_what_is_held_stands_in_etcd_under_the_leaders_lease(tmp_path: Path, eventually: Any) -> None:
+    store, key = MemoryStore(), Keys("j").held
+    with effects(tmp_path, store, MemoryObjectStore()) as (hands, _):
+        leader = store.get(Keys("j").leader)
+        hands.perform(dec.TellHeld(token=leader.create_revision, reason="a record is damaged"))
+        kv = eventually(lambda: store.get(key))
+        assert wire.decode(wire.Held, kv.value).reason == "a record is damaged"
+        assert kv.lease == leader.lease
+        hands.perform(dec.TellHeld(token=leader.create_revision, reason=""))
+        eventually(lambda: store.get(key) is None)
+        hands.perform(dec.TellHeld(token=leader.create_revision - 1, reason="of one who leads no longer"))
+        hands.perform(dec.TellHeld(token=leader.create_revision, reason="again"))
+        eventually(lambda: store.get(key))
+        assert wire.decode(wire.Held, store.get(key).value).reason == "again"
+    assert store.get(key) is None
+
+
+def test_a_damaged_record_where_one_is_to_be_created_is_a_taken_number(tmp_path: Path) -> None:
+    """Not an unknown outcome, which would be tried again for ever: the listing that follows tells what is wrong there."""
+    objects = MemoryObjectStore()
+    objects.create(record_key(1), b'{"format": 1, "gener')
+    with effects(tmp_path, MemoryStore(), objects) as (hands, answers):
+        record = Record(generation=1, start=StartRef(), reason="first_start", created_by="a@1")
+        hands.perform(dec.CreateRecord(op=5, record=record))
+        assert answers.get(timeout=10) == ev.RecordTaken(op=5, generation=1)
+        hands.perform(dec.ListLineage(op=6))
+        damaged = answers.get(timeout=10)
+        assert isinstance(damaged, ev.LineageDamaged)
+        assert "generations/0001.json (20 bytes) is damaged" in damaged.detail
+        assert "restore it" in damaged.detail

@@ -333,12 +333,85 @@ def test_another_record_than_the_plan_names_is_refused(bench: Any) -> None:
     assert successor.mind is Mind.HELD
 
 
-def test_damaged_record_holds(bench: Any) -> None:
-    bench.send(ev.Elected(token=1))
-    listing = bench.take(dec.ListLineage)
-    bench.perform()
-    bench.send(ev.LineageDamaged(op=listing.op, detail="generations/0003.json is no record"))
+def test_missing_record_of_a_generation_that_committed_holds(bench: Any, committed: Any) -> None:
+    """No record is left at all, and a manifest shows that there was one."""
+    bench.manifests.append(committed(1, 20))
+    bench.lead()
+    bench.appear("n0", "n1")
     assert bench.mind is Mind.HELD
+    bench.tick(4.0)
+    assert bench.mind is Mind.HELD
+    assert "restore generations/0001.json" in bench.state.held_why
+    assert bench.decided(dec.CreateRecord) == []
+
+
+DAMAGED = "generations/0003.json is damaged: restore it"
+
+
+def damaged(bench: Any) -> Any:
+    """A leader that cannot read a record, at its first look and at each later one."""
+    bench.send(ev.Elected(token=1))
+    bench.perform(leave=(dec.ListLineage,))
+    still_damaged(bench)
+    assert bench.mind is Mind.HELD
+    return bench
+
+
+def still_damaged(bench: Any, detail: str = DAMAGED) -> None:
+    listing = bench.take(dec.ListLineage)
+    bench.send(ev.LineageDamaged(op=listing.op, detail=detail))
+    bench.perform(leave=(dec.ListLineage,))
+
+
+def look(bench: Any) -> None:
+    """Time for the next look of a job that is held."""
+    bench.send(ev.Ticked(), after_s=bench.settings.times.held_look_s)
+
+
+def test_damaged_record_holds_and_tells_why(bench: Any) -> None:
+    damaged(bench)
+    assert bench.held == DAMAGED
+    for _ in range(20):
+        look(bench)
+        still_damaged(bench)
+    assert bench.mind is Mind.HELD  # an operator may take his time
+    assert len(bench.decided(dec.TellHeld)) == 1  # each change is told once
+    look(bench)
+    still_damaged(bench, "another one")
+    assert bench.held == "another one"
+
+
+def test_held_no_more(bench: Any) -> None:
+    damaged(bench)
+    look(bench)
+    bench.perform()
+    assert bench.held == ""
+    bench.appear("n0", "n1")
+    assert bench.plan.generation == 1
+
+
+def test_without_an_operator_a_held_job_fails_after_a_while(make_bench: Any) -> None:
+    bench = damaged(make_bench(held_patience_s=15.0))
+    for _ in range(4):
+        look(bench)
+        still_damaged(bench)
+        assert bench.mind is Mind.HELD
+    look(bench)
+    bench.perform(leave=(dec.ListLineage,))
+    assert bench.mind is Mind.FAILED
+    assert (bench.outcome.exit_code, bench.outcome.reason) == (5, DAMAGED)
+
+
+def test_a_running_generation_is_held_too(bench: Any) -> None:
+    """Its ranks train on, nothing is decided; when that is over it is adopted as it stands."""
+    bench.running(step=8)
+    bench.state = dataclasses.replace(bench.state, next_listing_s=bench.now)
+    bench.send(ev.Ticked())
+    still_damaged(bench)
+    assert bench.mind is Mind.HELD
+    look(bench)
+    bench.perform()
+    assert (bench.mind, bench.held, bench.plan.generation) == (Mind.RUNNING, "", 1)
 
 
 # ---------------------------------------------------------------- starts that fail
@@ -484,6 +557,20 @@ def test_same_crash_three_times(make_bench: Any) -> None:
     assert bench.outcome.exit_code == 4
     assert "NameError at train.py:12, step 1" in bench.outcome.reason
     assert bench.incidents["inc-0003"].decision.startswith("given up")
+
+
+def test_what_must_fail_again_is_not_tried_again(bench: Any) -> None:
+    bench.running(step=1)
+    error = wire.ErrorReport(
+        kind="data", type="ColumnMissingError", message="no column 'text'", permanent=True
+    )
+    bench.end(0, code=1, error=error)
+    bench.perform()
+    assert bench.mind is Mind.FAILED
+    assert len(bench.records) == 1
+    assert bench.outcome.exit_code == 4
+    assert "no column 'text'" in bench.outcome.reason
+    assert bench.outcome.reason.endswith("no restart can help")
 
 
 def test_a_new_run_has_a_full_budget(bench: Any, make_bench: Any) -> None:

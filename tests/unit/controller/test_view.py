@@ -423,3 +423,21 @@ def test_render_of_an_empty_job_and_of_a_dead_rank() -> None:
     assert "WAITING" in drawn(observe([]))
     seen = observe(running(n1=[rank(2, exit=wire.ExitReport(code=1)), rank(3)]), plan(1))
     assert "2 ✗ exit code 1" in drawn(seen)
+
+
+def test_held_is_said_before_anything_else() -> None:
+    """Whatever ranks and nodes do, and whatever else is wrong with the records: what the leader holds for is the news."""
+    reason = "generations/0001.json is damaged: restore it"
+    held = put(KEYS.held, wire.Held(reason=reason))
+    for keys in ([held], [*running(), held]):
+        seen = observe(keys, plan(1), manifests=[ManifestRef(generation=9, step=1, key="k")])
+        assert (seen.phase, seen.now) == ("held", f"held: {reason}")
+        assert view.news(None, seen)[-1] == f"held: {reason}"
+        assert view.news(seen, seen) == []
+    assert "HELD" in drawn(observe([*running(), held], plan(1)))
+
+
+def test_an_outcome_is_said_before_what_was_held() -> None:
+    outcome = wire.Outcome(state="failed", exit_code=5, step=0, reason="x", generation=0)
+    keys = [put(KEYS.held, wire.Held(reason="x")), put(KEYS.outcome, outcome)]
+    assert observe(keys).phase == "failed"
