@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import typer
+import typer.core
 
 from surefoot import marks
 from surefoot.exitcodes import ExitCode
@@ -30,8 +31,28 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs: --help shoul
     from surefoot.controller.spec import JobSpec
     from surefoot.controller.view import JobFacts, JobView
 
+
+class CommandError(Exception):
+    """Ends the command with one message and `exit_code`."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C is answered here: typer itself would make an empty line and an exit of it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as e:
+            raise CommandError("interrupted", ExitCode.INTERRUPTED) from e
+
+
 app = typer.Typer(
     name="surefoot",
+    cls=_Commands,
     help="Keeps a large PyTorch training job on its feet.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -75,14 +96,6 @@ EtcdOption = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the snapshot as JSON.")]
-
-
-class CommandError(Exception):
-    """Ends the command with one message and `exit_code`."""
-
-    def __init__(self, message: str, exit_code: ExitCode) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

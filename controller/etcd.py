@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from surefoot import tether
+from surefoot.controller.lastwords import how_ended
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +152,9 @@ class EmbeddedEtcd:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def last_words(self) -> str:
-        """The last thing of note in its log, one line."""
-        return last_words(self.log_path)
+    def how_ended(self) -> str:
+        """In words, once it is not `alive`."""
+        return how_ended("etcd", self.process.returncode, last_words(self.log_path))
 
     def stop(self, grace_s: float = 5.0) -> None:
         """SIGTERM, `grace_s`, SIGKILL; returns when it is gone. May be called twice."""
@@ -311,15 +312,29 @@ def _says_port_in_use(log_path: Path, written: int) -> bool:
 
 
 def last_words(log_path: Path) -> str:
-    """The last line of an etcd's log, its JSON taken apart; for messages."""
+    """What an etcd's log says last of what went wrong, in one line: an error (a line that is no JSON is one), else a
+    warning."""
     try:
         lines = log_path.read_text(errors="replace").strip().splitlines()
     except OSError as e:
         return f"(no log: {e.strerror})"
-    if not lines:
-        return "(it said nothing)"
+    warning = ""
+    for line in reversed(lines):
+        level, words = _read_line(line)
+        if level in _ERRORS:
+            return words
+        if level == "warn":
+            warning = warning or words
+    return warning or "(it said nothing)"
+
+
+_ERRORS = ("error", "dpanic", "panic", "fatal")
+
+
+def _read_line(line: str) -> tuple[str, str]:
+    """Level and words of a line of etcd's log."""
     try:
-        said = json.loads(lines[-1])
-        return " ".join(str(said[key]) for key in ("msg", "error") if key in said)
-    except (ValueError, TypeError):
-        return lines[-1]
+        said = json.loads(line)
+        return said["level"], " ".join(str(said[key]) for key in ("msg", "error") if key in said)
+    except (ValueError, TypeError, KeyError):
+        return "error", line

@@ -16,8 +16,9 @@ Layout of the run folder (its lock, token and owner.json are `marks.RunOwner`'s)
     nodes/<uid>/             state folder of an agent
     logs/<component>.log     stdout and stderr of each
 
-The runner does not start a lost node again: that is what standbys are for. The last controller, though, is started again
-when a signal ended it, a few times: without one nobody answers faults.
+The runner does not start a lost node again: that is what standbys are for, and without one the controller ends the job after
+``policy.wait_for_node_s``. The last controller, though, is started again when a signal ended it, a few times: without one
+nobody answers faults.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from surefoot.ckpt.store import (
     open_store,
 )
 from surefoot.controller import etcd, view, wire
+from surefoot.controller.core.closing import resumes
 from surefoot.controller.keys import Keys
-from surefoot.controller.lastwords import first_error
+from surefoot.controller.lastwords import first_error, how_ended
 from surefoot.controller.reader import JobReader, facts_of, same_root
 from surefoot.controller.spec import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, connect
@@ -102,10 +104,7 @@ class Component:
 
     def how_ended(self) -> str:
         """In words, with the first error it logged."""
-        code = self.process.returncode
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        error = first_error(_read(self.log))
-        return f"{self.name} {how}: {error}" if error else f"{self.name} {how}"
+        return how_ended(self.name, self.process.returncode, first_error(_read(self.log)))
 
 
 class LocalRun:
@@ -418,15 +417,28 @@ class LocalRun:
             self._start_controller(owner, self._etcd_address, next(iter(self._controllers)))
 
     def _failure(self) -> RunFailedError | None:
+        """Why there will be no outcome: no etcd, no controller or no agent is left. Anything less is the controller's to
+        decide on."""
         if self._etcd is not None and not self._etcd.alive():
-            return RunFailedError(f"etcd has ended: {self._etcd.last_words()}", ExitCode.ENVIRONMENT)
-        for group, needed in ((self._controllers, 1), (self._agents, self.spec.layout.nodes_min)):
-            ended = [c for c in group.values() if c.ended]
-            if ended and len(group) - len(ended) < needed:
-                # The first that ended by itself knows why; one that was killed does not.
-                told = next((c for c in ended if c.process.returncode > 0), ended[0])
+            return RunFailedError(f"{self._etcd.how_ended()}; {self._resumes()}", ExitCode.ENVIRONMENT)
+        for group in (self._controllers, self._agents):
+            if not group or not all(c.ended for c in group.values()):
+                continue
+            # The first that ended by itself knows why; those that were killed do not.
+            told = next((c for c in group.values() if c.process.returncode > 0), None)
+            if told is not None:
                 return RunFailedError(told.how_ended(), _exit_code(told.process.returncode))
+            killed = ", ".join(c.how_ended() for c in group.values())
+            left = ""
+            if group is self._agents:
+                nodes = "node" if len(group) == 1 else "nodes"
+                left = f"{nodes} {', '.join(group)} lost, and no standby is left (layout.standbys = {self.spec.layout.standbys}): "
+            return RunFailedError(f"{left}{killed}; {self._resumes()}", ExitCode.FAILED)
         return None
+
+    def _resumes(self) -> str:
+        committed = self._reader.read().committed if self._reader is not None else None
+        return resumes(committed.step if committed is not None else 0)
 
     def _keep_logs(self, owner: marks.RunOwner) -> None:
         """Copy what tells the story to where the user wants it, or, of a failed run, to where he can find it."""

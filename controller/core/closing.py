@@ -19,6 +19,11 @@ def retry_at(d: Draft, failures: int) -> float:
     return d.now + min(times.store_retry_max_s, times.store_retry_s * 2 ** min(failures - 1, 16))
 
 
+def resumes(step: int) -> str:
+    """What to do about a job that ended, and may go on from its last committed step."""
+    return f"run again: it resumes from step {step}" if step else "run again: it begins at the first step"
+
+
 def finish(d: Draft, turn: Turn, code: ExitCode, reason: str, *, step: int) -> None:
     """End the job. `step` is the last committed one."""
     d.turn(turn)

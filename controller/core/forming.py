@@ -200,11 +200,18 @@ def _await_nodes(d: Draft, shortage: Shortage) -> None:
     if there >= shortage.wanted:  # nodes enough, which are not ready yet
         patience_s = max(patience_s, d.s.settings.times.ready_s)
     if d.now - since_s >= patience_s:
-        reason = (
-            f"not enough nodes: {shortage.detail}, and that did not get better for {patience_s:g} s"
-            f" (policy.wait_for_node_s); start more agents and run again, it resumes"
-        )
-        closing.finish(d, Turn.GAVE_UP, ExitCode.ENVIRONMENT, reason, step=committed_step(d))
+        _give_up_waiting(d, shortage, patience_s)
+
+
+def _give_up_waiting(d: Draft, shortage: Shortage, patience_s: float) -> None:
+    standbys = f"no standby is left (layout.standbys = {d.s.settings.standbys})"
+    lost = f"node{'s' * (len(shortage.lost) > 1)} {', '.join(shortage.lost)} lost, and {standbys}"
+    reason = (
+        f"{lost if shortage.lost else 'not enough nodes'}: {shortage.detail}, and that did not get better for"
+        f" {patience_s:g} s (policy.wait_for_node_s); {closing.resumes(committed_step(d))}"
+    )
+    code = ExitCode.FAILED if shortage.lost else ExitCode.ENVIRONMENT
+    closing.finish(d, Turn.GAVE_UP, code, reason, step=committed_step(d))
 
 
 # ---------------------------------------------------------------- the record

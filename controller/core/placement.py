@@ -28,11 +28,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """Not all places can be filled: `found` of `wanted` can, `coming` names nodes that are there but not ready yet."""
+    """Not all places can be filled: `found` of `wanted` can, `coming` names nodes that are there but not ready yet, `lost`
+    those whose life is over."""
 
     wanted: int
     found: int
     coming: tuple[str, ...]
+    lost: tuple[str, ...]
     detail: str
 
 
@@ -101,11 +103,13 @@ def _member(settings: Settings, node: KnownNode, index: int) -> Member:
 
 
 def _shortage(settings: Settings, nodes: Mapping[str, KnownNode], *, found: int, taken: set[str]) -> Shortage:
-    others = sorted((n for n in nodes.values() if n.registered and n.uid not in taken), key=lambda n: n.uid)
+    known = (n for n in nodes.values() if (n.registered or n.lost) and n.uid not in taken)
+    others = sorted(known, key=lambda n: n.uid)
     coming = tuple(n.uid for n in others if not n.lost)
+    lost = tuple(n.uid for n in others if n.lost)
     said = "".join(f"; {n.uid} {_why_not(n, settings)}" for n in others)
     detail = f"{found} of {settings.nodes} nodes are ready{said}"
-    return Shortage(wanted=settings.nodes, found=found, coming=coming, detail=detail)
+    return Shortage(wanted=settings.nodes, found=found, coming=coming, lost=lost, detail=detail)
 
 
 def _why_not(node: KnownNode, settings: Settings) -> str:

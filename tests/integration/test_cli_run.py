@@ -29,6 +29,8 @@ nodes = {nodes}
 ranks_per_node = 1
 [checkpoint]
 every_steps = 5
+[policy]
+wait_for_node_s = {wait_for_node_s}
 """
 
 
@@ -42,6 +44,7 @@ def write_job(home) -> Callable[..., str]:
     def write(train: str, *, name: str = "tiny", **changes: Any) -> str:
         path = home.folder / f"{name}.toml"
         facts = {"steps": 12, "nodes": 1, "module": "cli_jobs", "root": f"{home.folder}/objects-{name}"}
+        facts["wait_for_node_s"] = 60
         path.write_text(JOB.format(name=name, train=train, folder=home.folder, **(facts | changes)))
         return str(path)
 
@@ -155,7 +158,9 @@ def test_an_interrupted_run_leaves_nothing(home, write_job, here, eventually, nu
     run.send_signal(number)
     _, err = run.communicate(timeout=60)
     assert run.returncode == 130, err
+    assert err.splitlines()[-1] == "surefoot: interrupted"
     assert "Traceback" not in err
+    assert "" not in err.splitlines()
     assert home.left() == []
 
 
@@ -195,8 +200,69 @@ def test_an_agent_that_is_gone_is_not_started_again_and_ends_the_run(
     os.kill(seen["nodes"][0]["pid"], signal.SIGKILL)
     _, err = run.communicate(timeout=60)
     assert run.returncode == 3, err
-    assert "agent-n0 was ended by SIGKILL" in err.splitlines()[-1]
+    last = err.splitlines()[-1]
+    assert (
+        "node n0 lost, and no standby is left (layout.standbys = 0): agent-n0 was ended by SIGKILL; run again"
+        in last
+    )
+    assert "INFO" not in last
     assert home.left() == []
+
+
+def test_one_of_two_nodes_is_gone_and_the_controller_decides(home, write_job, here, eventually) -> None:
+    run = home.start("run", write_job("slow", steps=1000, nodes=2, wait_for_node_s=20), **here)
+    eventually(lambda: (seen := running(home)()) and seen["committed"], within_s=90)
+    seen = running(home)()
+    os.kill(next(n["pid"] for n in seen["nodes"] if n["uid"] == "n1"), signal.SIGKILL)
+    _, err = run.communicate(timeout=90)
+    assert run.returncode == 3, err
+    last = err.splitlines()[-1]
+    assert "node n1 lost, and no standby is left (layout.standbys = 0): 1 of 2 nodes are ready" in last
+    assert "for 20 s (policy.wait_for_node_s); run again: it resumes from step" in last
+    assert home.left() == []
+
+
+def test_a_killed_etcd_is_named(home, write_job, here, eventually) -> None:
+    run = home.start("run", write_job("slow", steps=1000), **here)
+    eventually(running(home), within_s=60)
+    (living,) = marks.living_runs(home.folder)
+    (etcd,) = marks.find(run_id=living.run_id, node="etcd")
+    os.kill(etcd.pid, signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 5, err
+    assert "surefoot: etcd was ended by SIGKILL; run again: it" in err.splitlines()[-1]
+    assert "token" not in err
+    assert home.left() == []
+
+
+def test_a_damaged_record_is_told_and_ends_the_run(home, write_job, here, eventually) -> None:
+    """Nobody is there to mend it while the run waits: it is shown as held, and after a short grace that is the end."""
+    job = write_job("quick")
+    assert home.call("run", job, **here).returncode == 0
+    record = home.folder / "objects-tiny" / "generations" / "0001.json"
+    whole = record.read_bytes()
+    record.write_bytes(whole[: len(whole) // 2])
+
+    def held() -> dict | None:
+        result = home.call("status", job, "--json")
+        seen = json.loads(result.stdout) if result.returncode == 0 else {"phase": ""}
+        return seen if seen["phase"] == "held" else None
+
+    run = home.start("run", job, **here)
+    seen = eventually(held, within_s=60)
+    says = "generations/0001.json"
+    assert seen["now"].startswith("held: ")
+    assert says in seen["now"]
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 5, err
+    assert any(line.startswith("held: ") and says in line for line in err.splitlines()), err
+    last = err.splitlines()[-1]
+    assert says in last
+    assert "restore it from a backup of the object store" in last
+    assert home.left() == []
+
+    record.write_bytes(whole)
+    assert home.call("run", job, **here).returncode == 0
 
 
 def test_the_only_controller_is_started_again_when_it_was_killed(home, write_job, here, eventually) -> None:

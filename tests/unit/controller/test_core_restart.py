@@ -141,7 +141,7 @@ def test_waiting_for_a_node_ends(bench: Any) -> None:
     assert bench.mind is Mind.FORMING
     bench.tick(2)
     assert bench.mind is Mind.FAILED
-    assert (bench.outcome.state, bench.outcome.exit_code) == ("failed", 5)
+    assert (bench.outcome.state, bench.outcome.exit_code) == ("failed", 3)
     assert "1 of 2 nodes" in bench.outcome.reason
 
 
@@ -406,3 +406,44 @@ def test_single_member_begins_without_a_standby_in_the_end(make_bench: Any) -> N
     bench.appear("n0")
     bench.tick(21.0)
     assert bench.plan.peers == {}
+
+
+def test_a_lost_node_without_a_standby(make_bench: Any, committed: Any) -> None:
+    """It is waited for; then the job ends, and says which node was lost, what was missing, and what to do."""
+    bench = make_bench(wait_for_node_s=30.0)
+    bench.running(step=22)
+    bench.manifests.append(committed(1, 20))
+    bench.lose("n1")
+    bench.vanish("n1")
+    bench.tick(1.0)
+    bench.tick(28.0)
+    assert bench.mind is Mind.FORMING
+    bench.tick(3.0)
+    assert bench.mind is Mind.FAILED
+    assert bench.outcome.exit_code == 3
+    for words in (
+        "node n1 lost, and no standby is left (layout.standbys = 0): 1 of 2 nodes are ready; n1 was lost (its agent's port",
+        "for 30 s (policy.wait_for_node_s); run again: it resumes from step 20",
+    ):
+        assert words in bench.outcome.reason
+
+
+def test_a_lost_node_that_comes_back_in_time(make_bench: Any) -> None:
+    bench = make_bench(wait_for_node_s=30.0)
+    bench.running(step=8)
+    bench.lose("n1")
+    bench.vanish("n1")
+    bench.tick(20.0)
+    bench.appear("n1", incarnation="b")
+    assert (bench.plan.generation, bench.plan.reason.kind) == (2, "replace")
+
+
+def test_nodes_that_never_came(make_bench: Any) -> None:
+    bench = make_bench(wait_for_node_s=30.0)
+    bench.lead()
+    bench.appear("n0")
+    bench.tick(31.0)
+    assert bench.mind is Mind.FAILED
+    assert bench.outcome.exit_code == 5
+    assert bench.outcome.reason.startswith("not enough nodes: 1 of 2 nodes are ready, and")
+    assert bench.outcome.reason.endswith("run again: it begins at the first step")

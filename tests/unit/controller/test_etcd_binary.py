@@ -59,8 +59,17 @@ class TestVersion:
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        ('{"msg":"a"}\n{"level":"fatal","msg":"discovery failed","error":"bind"}\n', "discovery failed bind"),
+        (
+            '{"level":"info","msg":"a"}\n{"level":"fatal","msg":"discovery failed","error":"bind"}\n',
+            "discovery failed bind",
+        ),
         ("surefoot: cannot run etcd: No such file\n", "surefoot: cannot run etcd: No such file"),
+        (
+            '{"level":"error","msg":"bad disk"}\n{"level":"info","msg":"x"}\n{"level":"warn","msg":"simple token"}\n',
+            "bad disk",
+        ),
+        ('{"level":"info","msg":"x"}\n{"level":"warn","msg":"slow"}\n{"level":"info","msg":"y"}\n', "slow"),
+        ('{"level":"info","msg":"ready"}\n', "(it said nothing)"),
         ("", "(it said nothing)"),
         (None, "(no log: No such file or directory)"),
     ],

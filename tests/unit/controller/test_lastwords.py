@@ -2,7 +2,7 @@
 
 import pytest
 
-from surefoot.controller.lastwords import first_error
+from surefoot.controller.lastwords import first_error, how_ended
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,15 @@ from surefoot.controller.lastwords import first_error
             "no room: free some",
         ),
         ("one\ntwo\n\n", "two"),
+        ("two\n2026-01-01 00:00:00,000 INFO surefoot.agent.daemon: following generation 2\n", "two"),
+        ("2026-01-01 00:00:00,000 INFO surefoot.agent.daemon: the node is ready\n", ""),
     ],
 )
 def test_first_error(text: str, expected: str) -> None:
     assert first_error(text) == expected
+
+
+def test_how_ended() -> None:
+    assert how_ended("etcd", -9, "an unrelated line") == "etcd was ended by SIGKILL"
+    assert how_ended("agent-n0", 5, "no room") == "agent-n0 ended with exit code 5: no room"
+    assert how_ended("agent-n0", 1, "") == "agent-n0 ended with exit code 1"
