@@ -195,6 +195,8 @@ class ToyJob:
         self.agents: dict[str, ToyAgent] = {}
         self.plans: dict[int, tuple[wire.Plan, float]] = {}
         """Plans seen, and when (CLOCK_MONOTONIC)."""
+        self.acked: list[tuple[int, int]] = []
+        """(generation, step) of what was committed and acknowledged."""
         self.plan: wire.Plan | None = None
         self.paused = False
         self._stopped = threading.Event()
@@ -309,6 +311,8 @@ class ToyJob:
         """As a committer does: the manifest, then a look for a higher record."""
         self.objects.create(f"gen-{plan.generation:04d}/step-{step:010d}/manifest.json", b"{}")
         by = highest_record(self.objects)
+        if by <= plan.generation:
+            self.acked.append((plan.generation, step))
         agent.committed = wire.Committed(
             generation=plan.generation, step=step, fenced_by=by if by > plan.generation else None
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.integration.control_agents import ControllerProcess, ToyJob, free_port, until, write_job
 
-from surefoot.ckpt.record import list_records, read_record
+from surefoot.ckpt.record import lineage, list_manifests, list_records, read_record
 from surefoot.ckpt.store import ObjectStore, open_store
 from surefoot.controller import wire
 from surefoot.controller.etcd import EmbeddedEtcd
@@ -172,13 +172,13 @@ def test_woken_controller(bed: Bed, point: str, standby: bool) -> None:
     """CTL-13: the leader is stopped in the middle of preparing a plan for longer than its lease, and woken.
 
     With a standby that has published meanwhile, and without one: each write is refused (or is a record, which makes the
-    leader form the next generation), it steps down within 2 s, and the history tells.
+    leader form the next generation and loses no acknowledged commit), it steps down within 2 s, and the history tells.
     """
     toy = bed.start("n0", "n1", steps=2000)
     # The first record and plan come up undisturbed; the second one, for the killed rank, is where it stops.
     frozen = bed.controller("a", SUREFOOT_CHAOS="1", SUREFOOT_FAILPOINTS=f"{point}=freeze@2")
     until(lambda: toy.generation == 1, 15, f"a first plan; {bed.words()}")
-    bed.steps_on()
+    until(lambda: toy.acked, 20, f"a commit; {bed.words()}")
     other = bed.controller("b") if standby else None
     toy.agent_of(1).end_rank(1, signal=9)
     until(lambda: frozen.events("failpoint"), 5, f"it stops; {bed.words()}")
@@ -208,8 +208,20 @@ def test_woken_controller(bed: Bed, point: str, standby: bool) -> None:
         assert len(list_records(bed.objects)) > len(before)
     generations = [toy.plans[g][0].generation for g in sorted(toy.plans)]
     assert generations == sorted(set(generations))
-    for generation in list_records(bed.objects):
-        read_record(bed.objects, generation)
+
+    # What it has written as a record before it was deposed, or when it was woken, no plan ever points to: the leader forms
+    # the next generation above it.
+    records = {g: read_record(bed.objects, g)[0] for g in list_records(bed.objects)}
+    theirs = f"a@{frozen.events('elected')[0]['token']}"
+    left = [g for g, r in records.items() if g > 1 and r.created_by == theirs]
+    assert bool(left) == (point != "plan.before_record")
+    for generation in left:
+        assert generation not in toy.plans
+        assert records[generation + 1].plan["reason"]["kind"] == "burnt"
+    # A commit of the generation that goes on is acknowledged, and none that ever was is off its lineage.
+    until(lambda: any(g == toy.generation for g, _ in toy.acked), 20, f"a commit later on; {bed.words()}")
+    counted = {(m.generation, m.step) for m in lineage(records, list_manifests(bed.objects), toy.generation)}
+    assert set(toy.acked) <= counted
 
 
 @pytest.mark.parametrize(
