@@ -254,7 +254,7 @@ class SnapshotFlow:
                     "upload of generation %d, step %d, attempt %s: %s", generation, step, nonce, failure
                 )
             if attempt.member.index == 0:
-                self._hooks.committed(await self._commit(attempt, failure))
+                self._tell_commit(await self._commit(attempt, failure))
         finally:
             self._attempts.pop(attempt.key, None)
 
@@ -302,16 +302,28 @@ class SnapshotFlow:
                 continue
             assert isinstance(answer, CommitAnswer)
             return wire.Committed(
-                generation=generation, step=step, fenced_by=answer.fenced_by, failure=answer.failure
+                generation=generation,
+                step=step,
+                attempt=nonce,
+                fenced_by=answer.fenced_by,
+                failure=answer.failure,
             )
-        return wire.Committed(generation=generation, step=step, failure=failure)
+        return wire.Committed(generation=generation, step=step, attempt=nonce, failure=failure)
+
+    def _tell_commit(self, committed: wire.Committed) -> None:
+        """To the ranks and into the status; a failure also into the log and, until a commit succeeds, for all to see."""
+        why = f"step {committed.step} is not committed: {committed.failure}" if committed.failure else ""
+        if why:
+            log.warning("generation %d, %s", committed.generation, why)
+        self._hooks.note("commit", why)
+        self._hooks.committed(committed)
 
     def _abandon(self, key: AttemptKey, reason: str, member: wire.Member) -> None:
         """Leave word, so that the committer need not wait; the committer itself tells the ranks at once."""
         log.warning("generation %d, step %d, attempt %s is given up: %s", *key, reason)
         self._spawn(self._background, self._give_up(key, member.index, reason))
         if member.index == 0:
-            self._hooks.committed(wire.Committed(generation=key[0], step=key[1], failure=reason))
+            self._tell_commit(wire.Committed(generation=key[0], step=key[1], attempt=key[2], failure=reason))
 
     async def _give_up(self, key: AttemptKey, writer: int, reason: str) -> None:
         generation, step, nonce = key

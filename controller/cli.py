@@ -280,19 +280,29 @@ def _follow_live(the_run: LocalRun) -> JobView:
 def _follow_plainly(the_run: LocalRun) -> JobView:
     from surefoot.controller.view import news
 
-    before, printed_at = None, 0.0
+    before, printed_at = the_run.view(), 0.0
+    if before.committed is not None:
+        resumed = f"resuming: step {before.committed.step} of {before.steps} is committed"
+        print(
+            f"{_clock()} {resumed}, by generation {before.committed.generation}", file=sys.stderr, flush=True
+        )
     while True:
         ended = the_run.wait(0.25) is not None
         seen = the_run.view()
         for line in news(before, seen):
-            print(line, file=sys.stderr, flush=True)
+            print(f"{_clock()} {line}", file=sys.stderr, flush=True)
         if seen.phase == "running" and time.monotonic() - printed_at >= STEP_LINE_S:
             printed_at = time.monotonic()
             loss = f", loss {seen.loss:.4f}" if seen.loss is not None else ""
-            print(f"step {seen.step}/{seen.steps}{loss}", file=sys.stderr, flush=True)
+            print(f"{_clock()} in step {seen.step} of {seen.steps}{loss}", file=sys.stderr, flush=True)
         before = seen
         if ended:
             return seen
+
+
+def _clock() -> str:
+    """For people who read a log; nothing is decided by it."""
+    return time.strftime("%H:%M:%S")
 
 
 # ---------------------------------------------------------------- looking at a job

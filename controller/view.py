@@ -613,6 +613,8 @@ def news(previous: JobView | None, current: JobView) -> list[str]:
     told_apart = ("incident", "outcome")
     lines = [line for i in current.incidents for line in _incident_news(before.get(i.id), i)]
     lines += [e.text for e in current.events if e.kind not in told_apart and e.text not in seen]
+    noted = {(n.uid, n.note) for n in previous.nodes} if previous else set()
+    lines += [f"{n.uid}: {n.note}" for n in current.nodes if n.note and (n.uid, n.note) not in noted]
     if current.phase in ("waiting", "held") and (previous is None or previous.now != current.now):
         lines.append(current.now)
     return lines

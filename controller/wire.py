@@ -182,6 +182,8 @@ class Committed(_Value, frozen=True, kw_only=True):
 
     generation: int
     step: int
+    attempt: str = ""
+    """Its nonce: two attempts at one step may fail with the same words, and both are news."""
     fenced_by: int | None = None
     failure: str = ""
 

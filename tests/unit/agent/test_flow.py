@@ -206,7 +206,7 @@ def test_an_upload_begins_with_the_last_pin_and_the_committer_commits() -> None:
         (commit,) = node.server.of(CommitMsg)
         assert isinstance(commit, CommitMsg)
         assert (commit.attempt, commit.writers) == ("a", 2)
-        assert node.committed == [wire.Committed(generation=1, step=20)]
+        assert node.committed == [wire.Committed(generation=1, step=20, attempt="a")]
 
     run(scenario)
 
@@ -350,3 +350,6 @@ def test_news_of_commits() -> None:
     assert commit_news(later, status(later), plan) is None
     assert commit_news(None, status(None), plan) is None
     assert commit_news(None, status(wire.Committed(generation=2, step=50)), plan) is None
+    failed = wire.Committed(generation=1, step=60, attempt="a", failure="the store is away")
+    again = wire.Committed(generation=1, step=60, attempt="b", failure="the store is away")
+    assert commit_news(failed, status(again), plan) == again, "every attempt's end is news, in whatever words"
