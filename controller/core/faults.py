@@ -182,7 +182,7 @@ def found(d: Draft, fault: Fault) -> None:
     forming_ = Forming(why=_why(d, fault), stage=Reviewing(op=-1, fault=fault), since_s=opened_s)
     d.set(inquiry=None, ending=None, forming=forming_)
     verdict = _budget(d, fault)
-    left = verdict.left if isinstance(verdict, budget.Allowed) else 0
+    left = _left(verdict)
     incidents.open_incident(d, fault, opened_s=opened_s, budget_left=left)
     answer(d, fault)
 
@@ -219,6 +219,17 @@ def _budget(d: Draft, fault: Fault) -> budget.BudgetVerdict:
     )
 
 
+def _left(verdict: budget.BudgetVerdict) -> int | None:
+    """What the cause has left; None where the budget is not what decided."""
+    match verdict:
+        case budget.Allowed():
+            return verdict.left
+        case budget.Exhausted():
+            return 0
+        case budget.CrashLoop() | budget.Hopeless():
+            return None
+
+
 def answer(d: Draft, fault: Fault) -> None:
     """Form the next generation if the budget allows; give up only after a fresh look at what was committed."""
     assert d.s.forming is not None
@@ -230,5 +241,5 @@ def answer(d: Draft, fault: Fault) -> None:
         d.stage(Reviewing(op=d.list_lineage(), fault=fault))
     else:
         reason = f"{fault.kind} at step {fault.step}: {fault.evidence[0] if fault.evidence else fault.rule}; {verdict.detail}"
-        incidents.decided(d, f"given up: {verdict.detail}", budget_left=0)
+        incidents.decided(d, f"given up: {verdict.detail}", budget_left=_left(verdict))
         closing.finish(d, Turn.GAVE_UP, ExitCode.DO_NOT_REQUEUE, reason, step=forming.committed_step(d))

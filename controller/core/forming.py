@@ -128,7 +128,8 @@ def _with_start(d: Draft, truth: Truth, placed: Placement, start: starting.Start
     if stale and (isinstance(start, starting.NoStart) or start.point.tier != "memory" or _commits_unseen(d)):
         d.stage(Consulting(op=d.list_lineage()))
     elif isinstance(start, starting.NoStart):
-        closing.finish(d, Turn.GAVE_UP, ExitCode.FAILED, start.detail, step=committed_step(d))
+        # Another attempt would read the same objects.
+        closing.finish(d, Turn.GAVE_UP, ExitCode.DO_NOT_REQUEUE, start.detail, step=committed_step(d))
     else:
         _write(d, truth, placed, start)
 

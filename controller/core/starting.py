@@ -81,9 +81,18 @@ def choose_start(
         point = StartingPoint(generation=newest.generation, step=newest.step, tier="object_store")
         return _marked(Start(point=point), committed)
     if committed:
-        steps = ", ".join(str(m.step) for m in committed)
-        return NoStart(detail=f"none of the committed steps ({steps}) could be loaded")
+        return NoStart(detail=_none_loads(committed, failed))
     return Start(point=StartingPoint())
+
+
+def _none_loads(committed: Sequence[ManifestRef], failed: Mapping[StartKey, int]) -> str:
+    """Rollbacks have taken the newer ones off the lineage by now: those that were tried are told of as well."""
+    tried = {step for _, step, tier in failed if tier == "object_store"} | {m.step for m in committed}
+    steps = ", ".join(map(str, sorted(tried)))
+    return (
+        f"none of the committed steps ({steps}) could be loaded: `surefoot ckpt verify ROOT --step N` names what is damaged;"
+        " put that back, or train into another root"
+    )
 
 
 def _marked(start: Start, committed: Sequence[ManifestRef]) -> Start:

@@ -475,8 +475,9 @@ def test_manifest_that_cannot_be_loaded_is_left_behind(bench: Any, committed: An
     for _ in range(2):
         fail_to_load(bench)
     assert bench.mind is Mind.FAILED
-    assert bench.outcome.exit_code == 3
-    assert "(10)" in bench.outcome.reason
+    assert bench.outcome.exit_code == 4
+    assert "(10, 20)" in bench.outcome.reason
+    assert "surefoot ckpt verify" in bench.outcome.reason
 
 
 # ---------------------------------------------------------------- budgets
