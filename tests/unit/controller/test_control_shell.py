@@ -394,3 +394,22 @@ def test_a_damaged_record_where_one_is_to_be_created_is_a_taken_number(tmp_path:
         assert isinstance(damaged, ev.LineageDamaged)
         assert "generations/0001.json (20 bytes) is damaged" in damaged.detail
         assert "restore it" in damaged.detail
+
+
+@pytest.mark.parametrize("deposed_by", ["nobody holds the key", "another leads"])
+def test_whoever_leads_no_longer_ends_no_job_and_publishes_no_plan(tmp_path: Path, deposed_by: str) -> None:
+    """The fence alone: this controller still believes that it leads, for its lease's time is not up."""
+    store, keys = MemoryStore(), Keys("j")
+    with effects(tmp_path, store, MemoryObjectStore()) as (hands, answers):
+        token = store.get(keys.leader).create_revision
+        store.delete(keys.leader)
+        if deposed_by == "another leads":
+            store.put(keys.leader, b"b")
+        outcome = wire.Outcome(state="done", exit_code=0, step=9, reason="x", generation=1)
+        hands.perform(dec.WriteOutcome(op=1, token=token, outcome=outcome))
+        assert answers.get(timeout=5) == ev.OutcomeRefused(op=1)
+        pointer = wire.PlanPointer(generation=2, hash="h", location="l")
+        hands.perform(dec.PublishPlan(op=2, token=token, pointer=pointer))
+        assert isinstance(answers.get(timeout=5), ev.PlanRefused)
+        assert store.get(keys.outcome) is None
+        assert store.get(keys.plan) is None
