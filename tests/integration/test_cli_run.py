@@ -255,7 +255,7 @@ def test_a_damaged_record_is_told_and_ends_the_run(home, write_job, here, eventu
     assert says in seen["now"]
     _, err = run.communicate(timeout=60)
     assert run.returncode == 5, err
-    assert any(line.startswith("held: ") and says in line for line in err.splitlines()), err
+    assert any(f"held: {says}" in line for line in err.splitlines()), err
     last = err.splitlines()[-1]
     assert says in last
     assert "restore it from a backup of the object store" in last
