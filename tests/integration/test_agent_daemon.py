@@ -45,7 +45,8 @@ def test_a_job_of_two_nodes_runs_commits_and_leaves_nothing(make_world: MakeWorl
     )
     assert [(r.phase, r.step, r.exit and r.exit.code) for r in status.ranks] == [("done", 12, 0)] * 2
     assert "before train() returned" not in world.log()
-    assert status.committed == wire.Committed(generation=1, step=12)
+    told = status.committed
+    assert (told.generation, told.step, told.fenced_by, told.failure) == (1, 12, None, "")
     assert {12} <= {m.step for m in record.list_manifests(world.store)} <= {5, 10, 12}
     # n1 holds copies of n0's ranks and the other way round.
     world.wait_status(lambda s: {(0, 1, 12), (1, 1, 12)} <= steps_of(s, replica=True), "copies on n1", "n1")

@@ -73,7 +73,8 @@ def test_a_killed_rank_comes_back_from_memory_to_the_same_parameters(make_world:
     world.publish(world.plan("n0", **world.from_memory(step, {0: "n0", 1: "n0"})))
     status = world.wait_status(lambda s: s.generation == 2 and finished(s), "finished", within_s=60)
     assert [(r.phase, r.exit and r.exit.code) for r in status.ranks] == [("done", 0)] * 2
-    assert status.committed == wire.Committed(generation=2, step=30)
+    told = status.committed
+    assert (told.generation, told.step, told.fenced_by, told.failure) == (2, 30, None, "")
     disturbed = parameters(world, 2)
     # The same job once more, undisturbed, under other generations: the same numbers.
     world.publish(world.plan("n0"))
@@ -101,7 +102,8 @@ def test_a_lost_nodes_ranks_start_on_another_from_the_peers_copies(make_world: M
     assert [m.step for m in record.list_manifests(world.store)] == [40]
     status = world.status("n0")
     assert status is not None
-    assert status.committed == wire.Committed(generation=2, step=40)
+    told = status.committed
+    assert (told.generation, told.step, told.fenced_by, told.failure) == (2, 40, None, "")
     disturbed = parameters(world, 2)
     world.publish(world.plan("n0", "n2"))
     for uid in ("n0", "n2"):
