@@ -236,7 +236,7 @@ class SnapshotFlightServer(flight.FlightServerBase):
     def do_action(self, context: Any, action: Any) -> Any:
         """``has``: whether a replica is here, so that it need not be sent."""
         if action.type != "has":
-            raise NotImplementedError(f"no action {action.type!r}")
+            raise NotImplementedError(f"no action {action.type!r}")  # Flight answers with its "unimplemented"
         name = msgspec.json.decode(action.body.to_pybytes(), type=SnapshotName)
         return iter([flight.Result(b"yes" if self._shelf.has_replica(name) else b"no")])
 

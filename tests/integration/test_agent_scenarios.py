@@ -172,6 +172,32 @@ def test_ctl_17_an_address_of_an_older_generation_is_never_read(make_world: Make
         assert f"rendezvous at {new.rendezvous.port}" in world.rank_log(rank, 2, uid)
 
 
+def test_ctl_17_nor_where_the_same_node_hosts_the_next_one(make_world: MakeWorld) -> None:
+    """The host's agent is slow to see the new plan, so its status still holds the old address: nobody may take that."""
+    world = make_world(nodes=2, ranks=1, params={"hang_at": 4})
+    for uid in ("n0", "n1"):
+        world.start(uid)
+    for uid in ("n0", "n1"):
+        world.parked(uid)
+    world.publish(world.plan("n0", "n1"))
+    old = world.wait_status(lambda s: any(r.step == 4 for r in s.ranks), "runs").rendezvous
+    os.kill(world.agents["n0"].pid, signal.SIGSTOP)
+    try:
+        world.publish(world.plan("n0", "n1", reason=wire.Reason(kind="restart", fault="rank_exit")))
+        seen = world.wait_status(lambda s: s.generation == 2, "follows", "n1").seq
+        # Three heartbeats are many times what a launch takes.
+        waiting = world.wait_status(lambda s: s.seq >= seen + 3, "beats on", "n1")
+        host = world.status("n0")
+        assert host is not None
+        assert host.rendezvous == old, "the old address stands, or the row tests nothing"
+        assert waiting.ranks == ()
+        assert not (world.state_dir("n1") / "logs" / "rank-1-g2.log").exists()
+    finally:
+        os.kill(world.agents["n0"].pid, signal.SIGCONT)
+    for uid in ("n0", "n1"):
+        world.wait_status(lambda s: len(s.ranks) == 1 and all(r.exit for r in s.ranks), "finished", uid)
+
+
 @pytest.mark.parametrize("edge", ["launch.before_fork", "launch.after_fork"])
 def test_an_agent_that_dies_at_the_edge_of_a_launch_never_launches_twice(
     make_world: MakeWorld, edge: str
