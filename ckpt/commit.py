@@ -161,7 +161,7 @@ def _await_parts(
             raise CommitError(
                 f"step {step} of generation {generation}, attempt {attempt}: no part from writers {late} in time{trouble}"
             )
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # an object store has no watch: it can only be asked again
         pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
 
@@ -244,7 +244,7 @@ def _create_manifest(store: ObjectStore, manifest: Manifest, give_up: float) -> 
             raise unknown or ObjectUnknownError(
                 f"{store.root}: {key} is said to exist and cannot be read; whether it was committed is unknown"
             )
-        time.sleep(FIRST_POLL_S)
+        time.sleep(FIRST_POLL_S)  # likewise
 
 
 def _read_back(store: ObjectStore, key: str, unknown: ObjectUnknownError | None) -> Manifest | None:
@@ -265,6 +265,6 @@ def _look_for_higher_record(store: ObjectStore, done: Committed, give_up: float)
         except ObjectStoreUnavailableError:
             if time.monotonic() > give_up:
                 raise
-            time.sleep(LONGEST_POLL_S)
+            time.sleep(LONGEST_POLL_S)  # likewise
             continue
         return Fenced(by=highest) if highest > done.manifest.generation else done

@@ -264,7 +264,7 @@ class S3ObjectStore:
                 patience_ends = min(deadline, begun + UNREACHABLE_S) if verdict is Verdict.AWAY else deadline
                 if verdict not in _WORTH_A_RETRY or time.monotonic() + pause_s > patience_ends:
                     self._raise(e, verdict, call, may_have_worked=may_have_worked, tries=tries)
-            time.sleep(pause_s)
+            time.sleep(pause_s)  # backing off, with jitter
 
     def _raise(
         self, e: Exception, verdict: Verdict, call: _Call, *, may_have_worked: bool, tries: int
