@@ -9,7 +9,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test soak lint format bench clean
 
 help:            ## what this Makefile can do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -32,7 +32,10 @@ demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, 
 	$(BIN)/surefoot demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed   ## all tests (below 15 minutes on 2 cores)
-	$(BIN)/python -m pytest --durations=20 $(TEST_ARGS)
+	$(BIN)/python -m pytest --durations=20 -m "not soak" $(TEST_ARGS)
+
+soak: $(VENV)/.installed   ## the long tests that `make test` leaves out
+	$(BIN)/python -m pytest --durations=20 -m soak $(TEST_ARGS)
 
 lint: $(VENV)/.installed-lint   ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -59,13 +59,15 @@ class SnapshotShelf:
     """The slots of this node as peers see them. Safe to use from several threads.
 
     Args:
-        on_change: called with all replicas held, from whichever thread changed them.
+        on_change: called with all replicas held, from whichever thread changed them; one call at a time, and the last one
+            tells what is held.
     """
 
     def __init__(self, folder: SlotFolder, on_change: Callable[[list[HeldImage]], None]) -> None:
         self._folder = folder
         self._on_change = on_change
         self._rank_locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._telling = threading.Lock()
         self._generation = 0
         # Heads are read once: only this process writes replicas, and an image's meta data can be megabytes.
         self._replicas = {
@@ -92,7 +94,7 @@ class SnapshotShelf:
                     del self._replicas[path]
                 self._folder.drop_ranks("replica", [rank])
         if ranks:
-            self._on_change(self.replicas())
+            self._tell()
 
     def store(self, name: SnapshotName, chunks: Iterable[memoryview]) -> None:
         """Put a peer's snapshot into a replica slot, verified.
@@ -120,7 +122,13 @@ class SnapshotShelf:
             self._replicas[str(path)] = HeldImage(
                 rank=name.rank, generation=name.generation, step=name.step, replica=True, path=str(path)
             )
-        self._on_change(self.replicas())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Two ranks' copies may arrive at once: a list that is older must not be told after a newer one, or the copy that it
+        lacks stays unknown until the next one comes."""
+        with self._telling:
+            self._on_change(self.replicas())
 
     def has_replica(self, name: SnapshotName) -> bool:
         wanted = (name.rank, name.generation, name.step)
