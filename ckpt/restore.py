@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from surefoot.ckpt.boxes import Box, Held, intersect, span
+from surefoot.ckpt.boxes import Box, intersect, span
 from surefoot.ckpt.errors import DamagedError, StateMismatchError, StepMissingError
 from surefoot.ckpt.image import block_sums
 from surefoot.ckpt.manifest import (
@@ -120,7 +120,6 @@ class _Part:
     """Copy `part` of a piece, bytes begin .. end - 1 of the data section, into `leaf`."""
 
     leaf: Leaf
-    held: Held
     piece: Box
     part: Box
     begin: int
@@ -168,7 +167,7 @@ class ManifestSource:
             for batch, blocks in zip(batches, _ahead(pool, self._fetch, batches), strict=True):
                 for p in batch.parts:
                     raw = blocks.bytes(p.begin, p.end)
-                    fill_part(p.leaf, p.held, p.piece, p.part, raw)
+                    fill_part(p.leaf, p.piece, p.part, raw)
 
     def _batches(self, wants: Sequence[Want]) -> Iterator[_Batch]:
         wanted: dict[str, list[Want]] = {}
@@ -246,7 +245,7 @@ def _parts(leaf: Leaf, piece: Piece) -> Iterator[_Part]:
     for held in leaf.held:
         if (part := intersect(held.box, box)) is not None:
             a, b = span(box, part, ITEMSIZES[leaf.meta.dtype])
-            yield _Part(leaf=leaf, held=held, piece=box, part=part, begin=piece.at + a, end=piece.at + b)
+            yield _Part(leaf=leaf, piece=box, part=part, begin=piece.at + a, end=piece.at + b)
 
 
 def _batched(source: DataObject, parts: Sequence[_Part]) -> Iterator[_Batch]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from surefoot.ckpt.boxes import Box, Held, intersect, span
+from surefoot.ckpt.boxes import Box, intersect, span
 from surefoot.ckpt.errors import StateMismatchError
 from surefoot.ckpt.image import (
     ALIGN_NBYTES,
@@ -59,7 +59,6 @@ class _Copy:
     """`box` of a tensor goes to bytes at .. end - 1 of the data."""
 
     name: str
-    held: Held
     box: Box
     at: int
     end: int
@@ -199,7 +198,7 @@ class Stager:
             base = torch.frombuffer(data, dtype=torch.uint8)
             for c in layout.copies:
                 target = base[c.at : c.end].view(c.dtype).view(c.box.extent)
-                target.copy_(self._live.part_of(leaves[c.name].local, c.held, c.box))
+                target.copy_(self._live.part_of(leaves[c.name], c.box))
 
     def _layout_of(self, leaves: Mapping[str, Leaf], aliases: dict[str, str]) -> _Layout:
         tensors = tuple(leaf.layout() for leaf in leaves.values())
@@ -229,10 +228,8 @@ class Stager:
         )
 
     def _copy_of(self, placed: Placed, leaf: Leaf) -> _Copy:
-        held = next(h for h in leaf.held if intersect(h.box, placed.box) == placed.box)
         return _Copy(
             name=placed.name,
-            held=held,
             box=placed.box,
             at=placed.at,
             end=placed.at + nbytes_of(leaf.meta, placed.box),
@@ -305,7 +302,7 @@ class ImageSource:
                     if (part := intersect(held.box, box)) is None:
                         continue
                     a, b = span(box, part, itemsize)
-                    fill_part(want.leaf, held, box, part, self._data[piece.at + a : piece.at + b])
+                    fill_part(want.leaf, box, part, self._data[piece.at + a : piece.at + b])
                     filled += part.numel
                 if filled != held.box.numel:
                     raise StateMismatchError(

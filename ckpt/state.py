@@ -20,7 +20,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from surefoot.ckpt.boxes import Box, Held, Sharding, held_boxes, local_shape, relative, whole
+from surefoot.ckpt.boxes import Box, Held, Sharding, held_boxes, intersect, local_shape, relative, whole
 from surefoot.ckpt.errors import StateError, StateMismatchError
 from surefoot.ckpt.manifest import TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, HeldTensor
@@ -52,22 +52,36 @@ def dtype_of(name: str) -> torch.dtype:
 # ---------------------------------------------------------------- one tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One live tensor: what this rank holds of it (`local`, in which the boxes lie), and what it is as a whole."""
+    """One live tensor: the boxes this rank holds of it with the live view of each, and what it is as a whole."""
 
     name: str
-    local: torch.Tensor
     held: tuple[Held, ...]
+    views: tuple[torch.Tensor, ...]
+    """``views[i]`` is what lies in ``held[i].box``, of that box's extent."""
     meta: TensorMeta
 
     def layout(self) -> HeldTensor:
         boxes = tuple(h.box for h in self.held)
         return HeldTensor(name=self.name, dtype=self.meta.dtype, shape=self.meta.shape, boxes=boxes)
 
+    @cached_property
+    def _position(self) -> dict[Box, int]:
+        return {h.box: i for i, h in enumerate(self.held)}
+
+    def holding(self, box: Box) -> int:
+        """Which of the held boxes `box` lies within. Raises ValueError where it lies within none."""
+        if (known := self._position.get(box)) is not None:
+            return known
+        for i, h in enumerate(self.held):
+            if intersect(h.box, box) == box:
+                return i
+        raise ValueError(f"{self.name}: {box} lies within none of the boxes held here")
+
 
 def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
-    """Raises StateError for what cannot be stored. Call under torch.no_grad: the local tensor is written to on load."""
+    """Raises StateError for what cannot be stored. Call under torch.no_grad: the views are written to on load."""
     if isinstance(tensor, DTensor):
         local, held = _local_of(name, tensor)
     else:
@@ -76,7 +90,14 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
     dtype = dtype_name(tensor.dtype)
     if dtype not in ITEMSIZES:
         raise StateError(f"{name}: tensors of {dtype} cannot be stored; convert it, or store its parts")
-    return Leaf(name=name, local=local, held=held, meta=TensorMeta(dtype=dtype, shape=tuple(tensor.shape)))
+    views = tuple(_view(local, h) for h in held)
+    return Leaf(name=name, held=held, views=views, meta=TensorMeta(dtype=dtype, shape=tuple(tensor.shape)))
+
+
+def _view(local: torch.Tensor, held: Held) -> torch.Tensor:
+    if tuple(local.shape) == held.box.extent:
+        return local
+    return local[tuple(slice(o, o + e) for o, e in zip(held.local, held.box.extent, strict=True))]
 
 
 @lru_cache(maxsize=4096)
@@ -142,22 +163,22 @@ def _sharded(
     return tuple(held_boxes(shape, shardings)), local_shape(shape, shardings)
 
 
-def part_of(local: torch.Tensor, held: Held, box: Box) -> torch.Tensor:
-    """The view of a local tensor that is `box` of the whole; `box` lies within `held`."""
-    if box == held.box and tuple(local.shape) == box.extent:
-        return local
-    inside = relative(box, held.box)
-    index = tuple(
-        slice(o + at, o + at + e) for o, at, e in zip(inside.offset, held.local, inside.extent, strict=True)
-    )
-    return local[index]
+def part_of(leaf: Leaf, box: Box) -> torch.Tensor:
+    """The live view of `box` of the whole, which lies within one of the boxes held here."""
+    at = leaf.holding(box)
+    outer, view = leaf.held[at].box, leaf.views[at]
+    if box == outer:
+        return view
+    inside = relative(box, outer)
+    return view[tuple(slice(o, o + e) for o, e in zip(inside.offset, inside.extent, strict=True))]
 
 
-def fill_part(leaf: Leaf, held: Held, piece: Box, part: Box, raw: bytes | bytearray | memoryview) -> None:
-    """Copy `part` into the local tensor. `raw` is the `span` of `part` in the stored, row-major `piece`."""
+def fill_part(leaf: Leaf, piece: Box, part: Box, raw: bytes | bytearray | memoryview) -> None:
+    """Copy `part`, which lies within one held box, into the live tensor. `raw` is the `span` of `part` in the stored, row-major
+    `piece`."""
     flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype_of(leaf.meta.dtype))
     strides = tuple(math.prod(piece.extent[i + 1 :]) for i in range(len(piece.extent)))
-    part_of(leaf.local, held, part).copy_(flat.as_strided(part.extent, strides))
+    part_of(leaf, part).copy_(flat.as_strided(part.extent, strides))
 
 
 # ---------------------------------------------------------------- collecting

@@ -264,8 +264,9 @@ def require_in_place(whole: torch.Tensor, t: torch.Tensor) -> None:
     leaf = leaf_of("t", t)
     for h in leaf.held:
         index = tuple(slice(o, o + e) for o, e in zip(*h.box, strict=True))
-        assert torch.equal(part_of(leaf.local, h, h.box), whole[index]), (whole.shape, t)
-    assert sum(h.box.numel for h in leaf.held) == leaf.local.numel()
+        assert torch.equal(part_of(leaf, h.box), whole[index]), (whole.shape, t)
+    local = t.to_local() if isinstance(t, DTensor) else t
+    assert sum(h.box.numel for h in leaf.held) == local.numel()
 
 
 @act
