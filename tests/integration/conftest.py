@@ -1,6 +1,6 @@
 """Makes the helper modules beside the tests importable; in pytest's import mode `importlib` they are in no package.
 
-And homes for tests that start the ``surefoot`` command.
+And homes for tests that start the ``surefoot`` command, and ranks for tests of what several ranks do together.
 """
 
 import os
@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from surefoot import marks
 sys.path.append(str(Path(__file__).parent))
 
 from homes import Home
+from ranks import RankHost
 
 
 @pytest.fixture
@@ -47,3 +49,24 @@ def make_home() -> Iterator[Callable[[], Home]]:
 def home(make_home: Callable[[], Home]) -> Home:
     """One home."""
     return make_home()
+
+
+@pytest.fixture(scope="session")
+def _rank_host() -> Iterator[RankHost]:
+    host = RankHost()
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def rank_host(_rank_host: RankHost) -> Iterator[RankHost]:
+    """Starts acts to be interfered with: ``running = rank_host.start(4, "module:function"); running.kill(1); running.wait()``."""
+    yield _rank_host
+    _rank_host.settle()
+
+
+@pytest.fixture
+def ranks(rank_host: RankHost) -> Callable[..., list[Any]]:
+    """``ranks(4, "module:function", *args)``: what the function, of a module beside the tests, returned on each of 4 ranks of
+    a gloo group. A failure on any rank, a hang or a process left behind fails the test, with all tracebacks or stacks."""
+    return rank_host.play

@@ -1,0 +1,140 @@
+"""The process that forks the ranks of tests: it imports torch once, so that an act of four ranks costs a few tenths of a second.
+
+Started by ranks.py, which holds the other end of the connection, and ends with it. One act at a time: it forks the ranks,
+tells their pids, tells how each ended, and last what the ranks left behind: it is a subreaper, so whatever a rank started
+and did not end becomes its child.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.nn.parallel
+
+import surefoot.ckpt.s3  # noqa: F401  what ranks use is imported once, here
+import surefoot.ckpt.saving  # noqa: F401
+from surefoot.agent import linux
+
+SHOW_STACKS = signal.SIGUSR2
+"""Makes a rank write the stacks of all its threads to its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """`world` ranks call the function ``module:name`` with `args`. What they print goes to ``<folder>/<rank>.log``.
+    What they started may live on for `orphans_s`."""
+
+    world: int
+    function: str
+    args: tuple[Any, ...]
+    folder: str
+    environ: dict[str, str]
+    orphans_s: float
+
+
+def main() -> None:
+    linux.die_with_parent(int(sys.argv[2]))
+    linux.become_subreaper()
+    torch.set_num_threads(1)
+    with Connection(int(sys.argv[1])) as test:
+        test.send("ready")
+        while True:
+            try:
+                act = Act(**test.recv())
+            except EOFError:
+                return
+            play(act, test)
+
+
+def play(act: Act, test: Connection) -> None:
+    module = act.function.partition(":")[0]
+    trouble = ""
+    try:
+        importlib.import_module(module)
+    except Exception:
+        trouble = traceback.format_exc()
+    pids = [] if trouble else [fork_rank(act, rank) for rank in range(act.world)]
+    test.send((pids, trouble))
+    living = set(pids)
+    while living:
+        pid, status = os.waitpid(-1, 0)
+        if pid in living:
+            living.remove(pid)
+            test.send((pids.index(pid), os.waitstatus_to_exitcode(status)))
+    test.send(reap_orphans(act.orphans_s))
+
+
+def fork_rank(act: Act, rank: int) -> int:
+    host = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    try:
+        linux.die_with_parent(host)
+        log = os.open(f"{act.folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.register(SHOW_STACKS, file=2)
+        be_rank(act, rank)
+    finally:
+        os._exit(1)
+
+
+def be_rank(act: Act, rank: int) -> None:
+    os.environ.clear()
+    os.environ.update(act.environ)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(act.world), MASTER_ADDR="127.0.0.1"
+    )
+    module, _, name = act.function.partition(":")
+    code, result = 1, b""
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{act.folder}/meet", rank=rank, world_size=act.world
+        )
+        value = getattr(importlib.import_module(module), name)(*act.args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        result = pickle.dumps((value, ""))
+        code = 0
+    except BaseException:
+        result = pickle.dumps((None, traceback.format_exc()))
+    Path(act.folder, f"{rank}.result").write_bytes(result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def reap_orphans(within_s: float) -> list[str]:
+    """Wait for what the ranks started; returns the command lines of what would not end, and was killed."""
+    until = time.monotonic() + within_s
+    stubborn: list[str] = []
+    while children := Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
+        if time.monotonic() > until:
+            for pid in children:
+                stubborn.append(Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                os.kill(int(pid), signal.SIGKILL)
+                os.waitpid(int(pid), 0)
+        elif os.waitpid(-1, os.WNOHANG)[0] == 0:
+            time.sleep(0.01)  # the pace of polling
+    return stubborn
+
+
+if __name__ == "__main__":
+    main()
