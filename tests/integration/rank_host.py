@@ -26,7 +26,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.nn.parallel
 
-import surefoot.ckpt.s3  # noqa: F401  what ranks use is imported once, here
+import surefoot.ckpt.s3
 import surefoot.ckpt.saving  # noqa: F401
 from surefoot.agent import linux
 
