@@ -92,7 +92,7 @@ def commit(
 
     Args:
         deadline_s: how long to wait for parts, and to insist on an answer afterwards.
-        facts: kept in the manifest for people: host, durations, code version.
+        facts: kept in the manifest for people: host, durations, code version. `committed_at` (seconds since 1970) is added.
 
     Raises:
         ObjectUnknownError: nobody knows whether the manifest exists. Do not count on it either way: the lineage decides.
@@ -101,7 +101,8 @@ def commit(
     """
     give_up = time.monotonic() + deadline_s
     with operation("commit", generation=generation, step=step, attempt=attempt) as noted:
-        outcome = _prepare(store, generation, step, attempt, writers, give_up, facts)
+        dated = {"committed_at": round(time.time(), 3), **facts}
+        outcome = _prepare(store, generation, step, attempt, writers, give_up, dated)
         if isinstance(outcome, Manifest):
             failpoint("ckpt.before_manifest")
             outcome = _create_manifest(store, outcome, give_up)

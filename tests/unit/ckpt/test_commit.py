@@ -121,7 +121,8 @@ def test_committed(store: FaultyStore) -> None:
     assert (m.world_size, m.attempt, m.cursor, m.values) == (2, A, {"at": 5}, {"epoch": 3})
     assert m.extras == {"0": {"rank": 0}, "1": {"rank": 1}}
     assert m.aliases == {"model.tied": "model.w"}
-    assert m.facts == {"host": "test"}
+    assert m.facts["host"] == "test"
+    assert m.facts["committed_at"] > 1e9
     assert store.created[-1] == manifest_key(1, 20), "the manifest comes last"
 
 
