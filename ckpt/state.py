@@ -117,15 +117,13 @@ def _require_plain(name: str, t: torch.Tensor) -> None:
 
 
 def _local_of(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
-    mesh = t.device_mesh
-    coordinate = mesh.get_coordinate()
     local = t.to_local()
-    if coordinate is None:
+    if t.device_mesh.get_coordinate() is None:
         return local, ()
     if any(p.is_partial() for p in t.placements):
         raise StateError(f"{name}: a DTensor with partial sums has no values yet; redistribute it first")
     _require_plain(name, local)
-    shardings = _shardings(t, coordinate)
+    shardings = _shardings(t)
     held, expected = _sharded(tuple(t.shape), shardings)
     if tuple(local.shape) != expected:
         raise StateError(
@@ -135,8 +133,12 @@ def _local_of(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
     return local, held
 
 
-def _shardings(t: DTensor, coordinate: Sequence[int]) -> tuple[Sharding, ...]:
+def _shardings(t: DTensor) -> tuple[Sharding, ...]:
     """How the mesh dimensions cut the tensor, in the order in which they were applied.
+
+    Which chunk is ours goes by our rank in the group of the mesh dimension. That is what torch's collectives go by, so it is
+    what `full_tensor` shows, and where FSDP and `distribute_tensor` put things. The coordinate in the mesh is another
+    number where the mesh does not list its ranks in ascending order.
 
     That is from left to right, except for what FSDP does to a tensor that is sharded on the same dimension already: its
     strided shard stands left of the others and says by its factor, the number of their shards, that it cuts each of those.
@@ -149,10 +151,11 @@ def _shardings(t: DTensor, coordinate: Sequence[int]) -> tuple[Sharding, ...]:
         dim = p.dim % max(t.dim(), 1)
         factor: int = getattr(p, "split_factor", 1)
         right = math.prod(s.parts for s in order if s.dim == dim)
+        parts, at = t.device_mesh.size(i), t.device_mesh.get_local_rank(i)
         if factor > 1 and factor == right:
-            order.append(Sharding(dim, t.device_mesh.size(i), coordinate[i]))
+            order.append(Sharding(dim, parts, at))
         else:
-            order.insert(0, Sharding(dim, t.device_mesh.size(i), coordinate[i], factor))
+            order.insert(0, Sharding(dim, parts, at, factor))
     return tuple(order)
 
 
