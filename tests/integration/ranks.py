@@ -100,8 +100,13 @@ class RankHost:
         command = [sys.executable, str(HOST), str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()])
         theirs.close()
-        if not self._connection.poll(START_S) or self._connection.recv() != "ready":
-            raise AssertionError(f"the process that forks ranks is not ready after {START_S:g} s")
+        try:
+            ready = self._connection.poll(START_S) and self._connection.recv()
+        except EOFError:
+            self._process = None
+            raise AssertionError(f"{HOST.name} has ended; what it had to say stands on stderr") from None
+        if not ready:
+            raise AssertionError(f"{HOST.name} is not ready after {START_S:g} s")
 
 
 class Running:
