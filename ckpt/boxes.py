@@ -1,13 +1,7 @@
-"""Boxes: rectangular parts of a tensor, and the proof that some of them make up the whole. PURE.
+"""Boxes: rectangular parts of a tensor. PURE.
 
 A box is `offset` and `extent`, one number of elements per dimension. A 0-d tensor has the one box ``((), ())``.
-
-**The proof.** The number of boxes that cover a point is a step function, and its mixed derivative is a sum of signed unit
-masses at the boxes' corners: plus one at every corner with an even number of upper sides, minus one at the others. Two
-such functions are equal exactly if their masses are. So n boxes cover every element of a tensor exactly once if and only
-if their masses add up to those of the tensor's own box: n * 2**dims additions, no comparison of boxes with each other.
-Where they do not, the first point (in lexicographic order) with mass left over is an element that is covered 1 + mass
-times, since nothing before it contributes: the error names it.
+That some boxes make up the whole is proved in coverage.py.
 """
 
 from __future__ import annotations
@@ -15,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 Index = tuple[int, ...]
@@ -57,17 +50,27 @@ def relative(inner: Box, outer: Box) -> Box:
     return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.extent)
 
 
-def split(box: Box, parts: int) -> list[Box | None]:
-    """Cut a box into `parts` slices that stay contiguous in row-major order, as equal as whole rows allow.
-
-    The cut runs along the first dimension longer than 1. None stands for a slice without elements.
-    """
-    axis = next((i for i, e in enumerate(box.extent) if e > 1), None)
-    if axis is None:
-        return [box, *[None] * (parts - 1)]
-    rows = box.extent[axis]
-    edges = [rows * i // parts for i in range(parts + 1)]
-    return [slab(box, axis, a, b) if b > a else None for a, b in itertools.pairwise(edges)]
+def stretch(box: Box, begin: int, end: int) -> list[Box]:
+    """Elements begin .. end - 1 of a box in row-major order, as few boxes: each contiguous, following each other in order of
+    their offsets. At most 2 * dims - 1 of them."""
+    if begin >= end:
+        return []
+    if (begin, end) == (0, box.numel):
+        return [box]
+    axis = next(i for i, e in enumerate(box.extent) if e > 1)
+    row = math.prod(box.extent[axis + 1 :])
+    first, last = -(-begin // row), end // row  # the whole rows
+    if first > last:
+        at = begin - last * row
+        return stretch(slab(box, axis, last, last + 1), at, at + end - begin)
+    head = (
+        stretch(slab(box, axis, first - 1, first), row - (first * row - begin), row)
+        if first * row > begin
+        else []
+    )
+    rows = [slab(box, axis, first, last)] if last > first else []
+    tail = stretch(slab(box, axis, last, last + 1), 0, end - last * row) if end > last * row else []
+    return [*head, *rows, *tail]
 
 
 def slab(box: Box, axis: int, start: int, stop: int) -> Box:
@@ -84,43 +87,6 @@ def span(outer: Box, inner: Box, itemsize: int) -> tuple[int, int]:
     first = sum((i - o) * s for i, o, s in zip(inner.offset, outer.offset, strides, strict=True))
     last = first + sum((e - 1) * s for e, s in zip(inner.extent, strides, strict=True))
     return first * itemsize, (last + 1) * itemsize
-
-
-# ---------------------------------------------------------------- the proof
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Miscount:
-    """`element` is covered `times` times instead of once."""
-
-    element: Index
-    times: int
-
-
-def miscovered(shape: Sequence[int], boxes: Iterable[Box]) -> Miscount | None:
-    """The first element of a tensor that `boxes` do not cover exactly once, or None: they are a partition of it.
-
-    Boxes that reach outside the tensor are found as well: an element outside is to be covered zero times, so its count
-    appears as one too many.
-    """
-    masses: dict[Index, int] = {}
-    _add_corners(masses, whole(shape), -1)
-    for box in boxes:
-        _add_corners(masses, box, +1)
-    left = [(point, mass) for point, mass in masses.items() if mass]
-    if not left:
-        return None
-    element, mass = min(left)
-    return Miscount(element=element, times=1 + mass)
-
-
-def _add_corners(masses: dict[Index, int], box: Box, sign: int) -> None:
-    if 0 in box.extent:
-        return
-    sides = [((o, 1), (o + e, -1)) for o, e in zip(box.offset, box.extent, strict=True)]
-    for corner in itertools.product(*sides):
-        point = tuple(p for p, _ in corner)
-        masses[point] = masses.get(point, 0) + sign * math.prod(s for _, s in corner)
 
 
 # ---------------------------------------------------------------- which boxes a shard holds

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from surefoot.ckpt.boxes import Box
+from surefoot.ckpt.coverage import prove_coverage
 from surefoot.ckpt.errors import CommitError, StateError
 from surefoot.ckpt.manifest import DataObject, LedgerRow, Manifest, PartRecord, RankPart, TensorMeta
-from surefoot.ckpt.plan import ITEMSIZES, prove_coverage
+from surefoot.ckpt.plan import ITEMSIZES
 
 
 def merge_parts(

@@ -1,22 +1,35 @@
 """Who writes which box. PURE: the same layouts give the same plan on every rank, so agreeing on the layouts is enough.
 
 Every rank stages all that it holds (it restores from that alone), but each element is uploaded once. Ranks that hold the
-same box are replicas: a large box is split among them, a small one goes whole to the replica with the least to write.
+same box are replicas and share it out (dealing.py).
+
+**What it costs.** Tensors that all ranks hold alike (the same shape, cut the same way) are one *kind*, planned and proved once: a
+model has a few dozen kinds, however many layers. A kind is arrays over ranks, sorted once, O(ranks log ranks). A rank then makes
+objects of its own boxes only.
+
+**How even it is.** What only one rank holds, it writes. What a group of ranks holds is filled up to one level, smaller groups
+first, so that larger ones even out what is left. A rank is off that level by at most 1/16 of its stretch, or 512 KiB (one small
+box) where that is more, for each group that it belongs to.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, overload
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from surefoot.ckpt.boxes import Box, miscovered, split
+from surefoot.ckpt.boxes import Box, stretch
+from surefoot.ckpt.coverage import miscounted, uncovered_error
+from surefoot.ckpt.dealing import Bulk, deal, fill
 from surefoot.ckpt.errors import CoverageError, StateError
-from surefoot.ckpt.manifest import TensorMeta
+from surefoot.ckpt.layouts import HeldTensor, Layouts, Template, Term, layouts_of
+from surefoot.ckpt.manifest import BLOCK_NBYTES, TensorMeta
 
-SPLIT_NBYTES = 256 * 2**10
-"""A replicated box is split where every replica gets at least this much: below, a piece costs more to name than to write."""
+Ints = NDArray[np.int64]
 
 ITEMSIZES = {
     "bool": 1,
@@ -44,22 +57,13 @@ ITEMSIZES = {
 """Bytes per element, by torch's name of the type: what can be stored at all."""
 
 
-class HeldTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds of a tensor; no boxes where its shard is empty."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-
-
 class RankShare(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank does about its boxes. All are ascending by name, then offset."""
 
     written: tuple[tuple[str, Box], ...]
     """What it uploads."""
     kept: tuple[tuple[str, Box], ...]
-    """What it only keeps for itself: parts that a replica uploads."""
+    """What it only keeps for itself: its boxes without what it uploads of them."""
     shared: tuple[tuple[str, Box], ...]
     """Its boxes that others hold too, uncut: their hashes must be the same everywhere."""
 
@@ -68,98 +72,242 @@ def nbytes_of(meta: TensorMeta | HeldTensor, box: Box) -> int:
     return box.numel * ITEMSIZES[meta.dtype]
 
 
-def merge_tensors(layouts: Iterable[Iterable[HeldTensor]]) -> dict[str, TensorMeta]:
-    """Every tensor of every rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Tensors that all ranks hold alike. Its distinct boxes are `offset` and `extent` [boxes, dims], in order of offset; box b
+    is held by ranks[first[b] : first[b + 1]], ascending. `group` [boxes] numbers the set of ranks, -1 where it is one rank."""
 
-    Raises StateError where ranks disagree on shape or type of the same name.
-    """
-    merged: dict[str, tuple[TensorMeta, int]] = {}
-    for rank, layout in enumerate(layouts):
-        for held in layout:
-            meta = TensorMeta(dtype=held.dtype, shape=held.shape)
-            known, where = merged.setdefault(held.name, (meta, rank))
-            if known != meta:
-                raise StateError(
-                    f"{held.name} is {meta.dtype}{list(meta.shape)} on rank {rank} and {known.dtype}{list(known.shape)} on rank "
-                    f"{where}: give different tensors different names, or make the shard a DTensor"
-                )
-    return {name: meta for name, (meta, _) in merged.items()}
+    names: Sequence[str]
+    itemsize: int
+    offset: Ints
+    extent: Ints
+    first: Ints
+    ranks: Ints
+    group: Ints
 
+    def boxes_of(self, rank: int) -> list[int]:
+        held = np.flatnonzero(self.ranks == rank)
+        return (np.searchsorted(self.first, held, side="right") - 1).tolist()
 
-def assign(layouts: Sequence[Sequence[HeldTensor]]) -> list[RankShare]:
-    """Share the writing out: one `RankShare` per rank, from what all ranks hold.
-
-    Raises:
-        StateError: ranks disagree on a tensor.
-        CoverageError: some element is held by nobody, or boxes overlap without being equal.
-    """
-    tensors = merge_tensors(layouts)
-    holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
-    for rank, layout in enumerate(layouts):
-        for held in layout:
-            for box in held.boxes:
-                holders[held.name, box].append(rank)
-    prove_coverage(tensors, ((name, box) for name, box in holders))
-
-    written: list[list[tuple[str, Box]]] = [[] for _ in layouts]
-    kept: list[list[tuple[str, Box]]] = [[] for _ in layouts]
-    shared: list[list[tuple[str, Box]]] = [[] for _ in layouts]
-    load = [0] * len(layouts)
-    by_size = sorted(holders, key=lambda nb: (-nbytes_of(tensors[nb[0]], nb[1]), nb))
-    for name, box in by_size:
-        ranks = holders[name, box]
-        nbytes = nbytes_of(tensors[name], box)
-        for rank, part in _share(box, nbytes, ranks, load):
-            written[rank].append((name, part))
-            load[rank] += nbytes_of(tensors[name], part)
-            for other in ranks:
-                if other != rank:
-                    kept[other].append((name, part))
-        if len(ranks) > 1:
-            for rank in ranks:
-                shared[rank].append((name, box))
-    return [
-        RankShare(written=tuple(sorted(w)), kept=tuple(sorted(k)), shared=tuple(sorted(s)))
-        for w, k, s in zip(written, kept, shared, strict=True)
-    ]
+    def box(self, b: int) -> Box:
+        return Box(tuple(self.offset[b].tolist()), tuple(self.extent[b].tolist()))
 
 
-def _share(box: Box, nbytes: int, ranks: Sequence[int], load: Sequence[int]) -> list[tuple[int, Box]]:
-    """Who of `ranks` writes which part of the box. The least loaded come first; ties go to the lowest rank."""
-    by_load = sorted(ranks, key=lambda r: (load[r], r))
-    parts = min(len(ranks), nbytes // SPLIT_NBYTES)
-    if parts < 2:
-        return [(by_load[0], box)]
-    slices = split(box, parts)
-    return [(rank, part) for rank, part in zip(by_load, slices, strict=False) if part is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Ranks that hold some boxes together (ascending), and what each of them writes besides those."""
+
+    ranks: Ints
+    loads: Ints
 
 
-def prove_coverage(tensors: Mapping[str, TensorMeta], pieces: Iterable[tuple[str, Box]]) -> None:
-    """Every element of every tensor lies in exactly one piece. O(pieces).
+class Plan:
+    """The shares of all ranks; each is worked out when asked for."""
 
-    Raises CoverageError naming tensor and element, and the box that holds it.
-    """
-    by_name: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in pieces:
-        if name not in by_name:
-            raise CoverageError(f"a piece {box} belongs to {name!r}, which is no tensor of this checkpoint")
-        if len(box.offset) != len(tensors[name].shape) or min((*box.offset, *box.extent), default=0) < 0:
-            raise CoverageError(f"{name}: {box} is no box of a tensor of shape {list(tensors[name].shape)}")
-        by_name[name].append(box)
-    for name, boxes in by_name.items():
-        wrong = miscovered(tensors[name].shape, boxes)
-        if wrong is None:
-            continue
-        at = [
-            str(b)
-            for b in boxes
-            if all(o <= i < o + e for i, o, e in zip(wrong.element, b.offset, b.extent, strict=True))
+    def __init__(self, layouts: Layouts) -> None:
+        """Raises:
+        StateError: ranks disagree on shape or type of the same name.
+        CoverageError: some element is held by nobody, or boxes overlap without being equal; the message names tensor,
+            element and boxes.
+        """
+        members: dict[bytes, int] = {}
+        self._kinds = [
+            _kind(layouts.templates, named, held, members) for named, held in _kinds_of(layouts.templates)
         ]
-        held = f"by the boxes {', '.join(sorted(at)[:4])}" if at else "by no box"
-        raise CoverageError(
-            f"{name} of shape {list(tensors[name].shape)}: element {list(wrong.element)} is covered {wrong.times} times, {held}; "
-            f"every element must be written exactly once"
+        self._groups = _level(self._kinds, members, layouts.world_size)
+
+    @property
+    def touched(self) -> int:
+        """Boxes that were looked at, over all kinds: what the time to plan grows with."""
+        return sum(len(k.ranks) for k in self._kinds)
+
+    def share(self, rank: int) -> RankShare:
+        """What one rank does."""
+        written: list[tuple[str, Box]] = []
+        kept: list[tuple[str, Box]] = []
+        together: dict[int, list[tuple[str, Box, int]]] = {}
+        for kind in self._kinds:
+            for b in kind.boxes_of(rank):
+                box, group = kind.box(b), int(kind.group[b])
+                if group < 0:
+                    written += [(name, box) for name in kind.names]
+                else:
+                    together.setdefault(group, []).extend((name, box, kind.itemsize) for name in kind.names)
+        for group, boxes in together.items():
+            self._divide(self._groups[group], sorted(boxes), rank, written, kept)
+        shared = [(name, box) for boxes in together.values() for name, box, _ in boxes]
+        return RankShare(
+            written=tuple(sorted(written)), kept=tuple(sorted(kept)), shared=tuple(sorted(shared))
         )
+
+    def _divide(
+        self,
+        group: _Group,
+        boxes: Sequence[tuple[str, Box, int]],
+        rank: int,
+        written: list[tuple[str, Box]],
+        kept: list[tuple[str, Box]],
+    ) -> None:
+        """Add what `rank` does about the boxes of one group, which are the same for all its ranks."""
+        cuts = deal([Bulk(extent=box.extent, itemsize=size) for _, box, size in boxes], group.loads)
+        at = int(np.searchsorted(group.ranks, rank))
+        for (name, box, size), begin, end in zip(
+            boxes, cuts[at].tolist(), cuts[at + 1].tolist(), strict=True
+        ):
+            a, b = begin // size, end // size
+            if a == b:
+                kept.append((name, box))
+                continue
+            written += [(name, part) for part in stretch(box, a, b)]
+            kept += [(name, part) for part in (*stretch(box, 0, a), *stretch(box, b, box.numel))]
+
+
+class _Shares(Sequence[RankShare]):
+    """The shares of ranks 0, 1, …, worked out one by one."""
+
+    def __init__(self, plan: Plan, world_size: int) -> None:
+        self._plan = plan
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        return self._world_size
+
+    @overload
+    def __getitem__(self, index: int) -> RankShare: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RankShare]: ...
+    def __getitem__(self, index: int | slice) -> RankShare | list[RankShare]:
+        ranks = range(self._world_size)[index]
+        return [self._plan.share(r) for r in ranks] if isinstance(ranks, range) else self._plan.share(ranks)
+
+    def __iter__(self) -> Iterator[RankShare]:
+        return (self._plan.share(r) for r in range(self._world_size))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(cast("Sequence[Any]", other))
+
+
+def assign(layouts: Sequence[Sequence[HeldTensor]]) -> Sequence[RankShare]:
+    """Share the writing out: one `RankShare` per rank, from what all ranks hold. Raises as `Plan`."""
+    return _Shares(Plan(layouts_of(layouts)), len(layouts))
+
+
+# ---------------------------------------------------------------- kinds
+
+
+_Held = tuple[tuple[int, tuple[tuple[Term, ...], ...]], ...]
+"""Per template that holds any of a tensor: its number, and the boxes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """Tensors of one kind: names ascending, what they are."""
+
+    names: Sequence[str]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _kinds_of(templates: Sequence[Template]) -> Iterator[tuple[_Named, _Held]]:
+    """The kinds in order of their first name. Raises StateError where ranks disagree on a tensor."""
+    metas: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    held: dict[str, list[tuple[int, tuple[tuple[Term, ...], ...]]]] = {}
+    for number, template in enumerate(templates):
+        for row in template.rows:
+            dtype, shape, other = metas.setdefault(row.name, (row.dtype, row.shape, number))
+            if (dtype, shape) != (row.dtype, row.shape):
+                raise _disagree(
+                    row.name, [(dtype, shape, templates[other]), (row.dtype, row.shape, template)]
+                )
+            parts = held.setdefault(row.name, [])
+            if row.boxes:
+                parts.append((number, row.boxes))
+    kinds: dict[tuple[str, tuple[int, ...], _Held], list[str]] = {}
+    for name in sorted(metas):
+        dtype, shape, _ = metas[name]
+        kinds.setdefault((dtype, shape, tuple(held[name])), []).append(name)
+    for (dtype, shape, parts), names in kinds.items():
+        yield _Named(names=names, dtype=dtype, shape=shape), parts
+
+
+def _disagree(name: str, tellings: Sequence[tuple[str, tuple[int, ...], Template]]) -> StateError:
+    (dtype, shape, first), (other_dtype, other_shape, second) = sorted(
+        tellings, key=lambda t: int(t[2].ranks[0])
+    )
+    return StateError(
+        f"{name} is {other_dtype}{list(other_shape)} on rank {second.ranks[0]} and {dtype}{list(shape)} on rank {first.ranks[0]}: "
+        f"give different tensors different names, or make the shard a DTensor"
+    )
+
+
+def _kind(templates: Sequence[Template], named: _Named, held: _Held, members: dict[bytes, int]) -> _Kind:
+    """Raises CoverageError where the boxes do not make up the tensors. `members` numbers the groups, and grows."""
+    offset, extent, ranks = _held_by_all(templates, held, len(named.shape))
+    order = np.lexsort((ranks, *extent.T[::-1], *offset.T[::-1]))
+    offset, extent, ranks = offset[order], extent[order], ranks[order]
+    new = np.ones(len(ranks), np.bool_)
+    new[1:] = (offset[1:] != offset[:-1]).any(axis=1) | (extent[1:] != extent[:-1]).any(axis=1)
+    first = np.flatnonzero(new)
+    twice = np.flatnonzero(~new[1:] & (ranks[1:] == ranks[:-1]))
+    kind = _Kind(
+        names=named.names,
+        itemsize=ITEMSIZES[named.dtype],
+        offset=offset[first],
+        extent=extent[first],
+        first=np.append(first, len(ranks)),
+        ranks=ranks,
+        group=np.full(len(first), -1, np.int64),
+    )
+    if len(twice):
+        box = Box(tuple(offset[twice[0]].tolist()), tuple(extent[twice[0]].tolist()))
+        raise CoverageError(
+            f"{named.names[0]}: rank {ranks[twice[0]]} holds the box {box} twice; name each box once"
+        )
+    if miscounted(named.shape, kind.offset, kind.extent) is not None:
+        raise uncovered_error(named.names[0], named.shape, [kind.box(b) for b in range(len(first))])
+    for b in np.flatnonzero(np.diff(kind.first) > 1):
+        # Big-endian: the bytes sort as the numbers do.
+        key = ranks[kind.first[b] : kind.first[b + 1]].astype(">i8").tobytes()
+        kind.group[b] = members.setdefault(key, len(members))
+    return kind
+
+
+def _held_by_all(templates: Sequence[Template], held: _Held, dims: int) -> tuple[Ints, Ints, Ints]:
+    """Every rank's boxes: offset and extent [boxes, dims], rank [boxes]."""
+    none = np.zeros((0, dims), np.int64)
+    offsets, extents, ranks = [none], [none], [np.zeros(0, np.int64)]
+    for number, boxes in held:
+        template = templates[number]
+        terms = np.array(boxes, np.int64).reshape(len(boxes), dims, 3)
+        base, extent, which = terms[..., 0], terms[..., 1], terms[..., 2]
+        # Where the term has no value, which is -1: the last column.
+        values = np.column_stack([template.values, np.zeros(len(template.ranks), np.int64)])
+        offset = base + extent * values[:, which]
+        rows = (len(template.ranks) * len(boxes), dims)
+        offsets.append(offset.reshape(rows))
+        extents.append(np.broadcast_to(extent, offset.shape).reshape(rows))
+        ranks.append(np.repeat(template.ranks, len(boxes)))
+    return np.concatenate(offsets), np.concatenate(extents), np.concatenate(ranks)
+
+
+def _level(kinds: Sequence[_Kind], members: Mapping[bytes, int], world_size: int) -> list[_Group]:
+    """What every rank has to write before each of its groups is dealt out; smaller groups come first."""
+    load = np.zeros(world_size, np.int64)
+    totals = np.zeros(len(members), np.int64)
+    for kind in kinds:
+        nbytes = kind.extent.prod(axis=1) * kind.itemsize * len(kind.names)
+        alone = kind.group < 0
+        np.add.at(load, kind.ranks[kind.first[:-1][alone]], nbytes[alone])
+        np.add.at(totals, kind.group[~alone], nbytes[~alone])
+    groups: list[_Group | None] = [None] * len(members)
+    for key, number in sorted(members.items(), key=lambda item: (len(item[0]), item[0])):
+        ranks = np.frombuffer(key, ">i8").astype(np.int64)
+        groups[number] = _Group(ranks=ranks, loads=load[ranks])
+        load[ranks] += fill(load[ranks], int(totals[number]))
+    return [g for g in groups if g is not None]
+
+
+# ---------------------------------------------------------------- where the bytes go
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,12 +323,18 @@ def place(
 ) -> tuple[list[Placed], int]:
     """Lay pieces out one after the other from byte `start`, without holes; returns them and the end.
 
-    The largest element types come first, so every piece is aligned to its own (safetensors allows no padding between
+    Pieces of whole checksum blocks come first, so each of them begins with a block and no other piece's reader fetches any of it.
+    Then the largest element types come first, so every piece is aligned to its own (safetensors allows no padding between
     tensors). `start` must be a multiple of 16.
     """
+
+    def order(piece: tuple[str, Box]) -> tuple[int, int, tuple[str, Box]]:
+        meta = tensors[piece[0]]
+        return nbytes_of(meta, piece[1]) % BLOCK_NBYTES != 0, -ITEMSIZES[meta.dtype], piece
+
     placed: list[Placed] = []
     at = start
-    for name, box in sorted(pieces, key=lambda nb: (-ITEMSIZES[tensors[nb[0]].dtype], nb)):
+    for name, box in sorted(pieces, key=order):
         placed.append(Placed(name=name, box=box, at=at))
         at += nbytes_of(tensors[name], box)
     return placed, at

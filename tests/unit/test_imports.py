@@ -43,7 +43,9 @@ BORDERS: dict[str, tuple[str, ...]] = {
 
 PURE = (
     *("controller.core", "controller.spec", "controller.wire", "controller.keys"),
-    *("agent.exits", "ckpt.manifest", "ckpt.plan", "ckpt.retention"),
+    *("agent.exits", "ckpt.manifest", "ckpt.retention"),
+    # Arrays over all ranks or pieces: numpy computes, and does no IO.
+    *("ckpt.plan", "ckpt.boxes", "ckpt.layouts", "ckpt.dealing", "ckpt.coverage", "ckpt.merge"),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),
 )
 PURE_MAY_USE = (

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import (
     Box,
-    Miscount,
     Sharding,
     held_boxes,
     intersect,
     local_shape,
-    miscovered,
     relative,
     span,
-    split,
+    stretch,
     whole,
 )
+from surefoot.ckpt.coverage import Miscount, miscovered
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 full_shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)
@@ -122,18 +121,16 @@ def test_intersection_and_relative(data: st.DataObject, shape: tuple[int, ...]) 
         assert inside.tolist() == index[slices(both)].tolist()
 
 
-@given(st.data(), full_shapes, st.integers(1, 5))
-def test_split_is_a_partition_of_contiguous_slices(
-    data: st.DataObject, shape: tuple[int, ...], parts: int
-) -> None:
+@given(st.data(), full_shapes)
+def test_a_stretch_is_its_elements_in_few_boxes(data: st.DataObject, shape: tuple[int, ...]) -> None:
     box = data.draw(boxes_in(shape))
-    found = [s for s in split(box, parts) if s is not None]
-    assert len(split(box, parts)) == parts
+    begin = data.draw(st.integers(0, box.numel))
+    end = data.draw(st.integers(begin, box.numel))
+    found = stretch(box, begin, end)
     values = np.arange(box.numel).reshape(box.extent)
-    joined = [values[slices(relative(s, box))].ravel() for s in found]
-    assert np.concatenate(joined).tolist() == list(range(box.numel))
-    rows = [len(j) for j in joined]
-    assert max(rows) - min(rows) <= box.numel // max(next((e for e in box.extent if e > 1), 1), 1)
+    joined = [values[slices(relative(s, box))].ravel().tolist() for s in found]
+    assert list(itertools.chain.from_iterable(joined)) == list(range(begin, end))
+    assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
 @given(st.data(), full_shapes, st.sampled_from([1, 2, 8]))

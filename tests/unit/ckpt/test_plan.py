@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import Box, intersect, whole
+from surefoot.ckpt.coverage import prove_coverage
+from surefoot.ckpt.dealing import SPLIT_NBYTES
 from surefoot.ckpt.errors import CoverageError, StateError
 from surefoot.ckpt.manifest import TensorMeta
 from surefoot.ckpt.plan import (
     ITEMSIZES,
-    SPLIT_NBYTES,
     HeldTensor,
     assign,
     coalesce,
     nbytes_of,
     place,
-    prove_coverage,
 )
 
 
