@@ -27,8 +27,9 @@ from surefoot.ckpt.image import (
     data_view,
     verify_image,
 )
+from surefoot.ckpt.layouts import HeldTensor, exchange_layouts, layouts_of
 from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
-from surefoot.ckpt.plan import ITEMSIZES, HeldTensor, Placed, RankShare, assign, nbytes_of, place
+from surefoot.ckpt.plan import ITEMSIZES, Placed, Plan, RankShare, nbytes_of, place
 
 if TYPE_CHECKING:
     from surefoot.ckpt.state import Collected, Leaf, Want
@@ -210,10 +211,9 @@ class Stager:
     def _agree(
         self, tensors: tuple[HeldTensor, ...], leaves: Mapping[str, Leaf], aliases: dict[str, str]
     ) -> _Layout:
-        encoded = msgspec.json.encode(tensors)
-        everyone = self._exchange(encoded) if self._world_size > 1 else [encoded]
-        layouts = [msgspec.json.decode(e, type=tuple[HeldTensor, ...]) for e in everyone]
-        share = assign(layouts)[self._rank]
+        alone = self._world_size == 1
+        layouts = layouts_of([tensors]) if alone else exchange_layouts(tensors, self._rank, self._exchange)
+        share = Plan(layouts).share(self._rank)
         metas = {t.name: TensorMeta(dtype=t.dtype, shape=t.shape) for t in tensors}
         written, written_nbytes = place(metas, share.written)
         kept, end = place(metas, share.kept, aligned(written_nbytes))
