@@ -15,10 +15,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from surefoot.ckpt.boxes import Box, intersect, span, whole
+from surefoot.ckpt.coverage import prove_coverage
 from surefoot.ckpt.errors import CkptError, DamagedError
 from surefoot.ckpt.manifest import DataObject, Manifest, Piece, TensorMeta, manifest_key
 from surefoot.ckpt.merge import require_inside
-from surefoot.ckpt.plan import ITEMSIZES, coalesce, nbytes_of, prove_coverage
+from surefoot.ckpt.plan import ITEMSIZES, coalesce, nbytes_of
 from surefoot.ckpt.restore import read_blocks
 from surefoot.ckpt.store import ObjectStore
 
