@@ -28,6 +28,11 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[lint]'
 	@touch $@
 
+# boto3, which the checkpoint benchmark measures against.
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
 demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, a lost node and a dead controller
 	$(BIN)/surefoot demo $(DEMO_ARGS)
 
@@ -46,8 +51,9 @@ format: $(VENV)/.installed-lint ## let ruff format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed  ## the restart benchmark against torchrun
+bench: $(VENV)/.installed-bench ## restart against torchrun, checkpoints against torch DCP and boto3 (25 minutes, 20 GB of memory)
 	$(BIN)/python bench/restart.py --json
+	$(BIN)/python bench/ckpt.py --json
 
 clean:           ## remove the virtual environment
 	rm -rf $(VENV)
