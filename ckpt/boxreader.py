@@ -15,12 +15,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from surefoot.ckpt.boxes import Box, intersect, span, whole
-from surefoot.ckpt.coverage import prove_coverage
-from surefoot.ckpt.errors import CkptError, DamagedError
-from surefoot.ckpt.manifest import DataObject, Manifest, Piece, TensorMeta, manifest_key
-from surefoot.ckpt.merge import require_inside
+from surefoot.ckpt.manifest import DataObject, Manifest, Piece, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, coalesce, nbytes_of
-from surefoot.ckpt.restore import read_blocks
+from surefoot.ckpt.reading import read_blocks
+from surefoot.ckpt.sound import require_sound
 from surefoot.ckpt.store import ObjectStore
 
 CHUNK_NBYTES = 32 * 2**20
@@ -29,20 +27,6 @@ CACHE_NBYTES = 64 * 2**20
 """Blocks kept for the next read."""
 RUN_NBYTES = 32 * 2**20
 """The longest single read."""
-
-
-def require_sound(manifest: Manifest) -> None:
-    """Every piece lies within its object, and the pieces make up every tensor.
-
-    Raises DamagedError naming the manifest.
-    """
-    key = manifest_key(manifest.generation, manifest.step)
-    try:
-        require_inside(manifest.objects, manifest.tensors, key)
-        pieces = ((p.name, Box(p.offset, p.extent)) for o in manifest.objects for p in o.pieces)
-        prove_coverage(manifest.tensors, pieces)
-    except (CkptError, ValueError) as e:
-        raise DamagedError(f"{key} is damaged: {e}", key=key) from e
 
 
 class BoxReader:

@@ -70,9 +70,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """Nothing was committed, and why."""
+    """Nothing was committed, and why: in words, and as the error of ours that said so (ReplicasDifferError, for one)."""
 
     reason: str
+    cause: CkptError | None = None
 
 
 CommitOutcome = Committed | Fenced | Lost | GivenUp
@@ -137,7 +138,7 @@ def _prepare(
     except ObjectStoreDeniedError:
         raise
     except (CkptError, ObjectStoreError) as e:
-        return GivenUp(reason=str(e))
+        return GivenUp(reason=str(e), cause=e if isinstance(e, CkptError) else None)
 
 
 def _await_parts(

@@ -17,13 +17,17 @@
     │   ├── SlotTooSmallError        a snapshot does not fit its slot
     │   ├── CoverageError            elements missing or written twice: refused before the commit
     │   ├── CommitError              the step was not committed, and why
+    │   │   └── ReplicasDifferError      ranks hold other content where they should hold the same
     │   └── FencedError              a newer generation exists: whether the step counts is the lineage's to say
     └── AssertionError           our bug (plain asserts)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
+
+from surefoot.ckpt.boxes import Box
 
 
 class CkptError(Exception):
@@ -98,6 +102,29 @@ class CoverageError(CkptWorldError):
 
 class CommitError(CkptWorldError):
     """The step was not committed; the message says which step, which writer and why. The next save may work."""
+
+
+class ReplicasDifferError(CommitError):
+    """Ranks that hold the same box of a tensor hold other content: silent corruption, or two tensors under one name.
+
+    `ranks_by_checksum` tells who holds what in `box` of the tensor `name`; `odd` are the ranks that differ from a majority of
+    holders in any box, empty where no majority agrees.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        name: str,
+        box: Box,
+        ranks_by_checksum: Mapping[str, tuple[int, ...]],
+        odd: tuple[int, ...],
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.box = box
+        self.ranks_by_checksum = ranks_by_checksum
+        self.odd = odd
 
 
 class FencedError(CommitError):

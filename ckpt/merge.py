@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.coverage import prove_coverage
 from surefoot.ckpt.errors import CommitError, StateError
-from surefoot.ckpt.manifest import DataObject, LedgerRow, Manifest, PartRecord, RankPart, TensorMeta
-from surefoot.ckpt.plan import ITEMSIZES
+from surefoot.ckpt.manifest import (
+    DataObject,
+    LedgerRow,
+    Manifest,
+    PartRecord,
+    RankPart,
+    TensorMeta,
+    attempt_prefix,
+)
+from surefoot.ckpt.replicas import require_equal
+from surefoot.ckpt.sound import require_sound_contents
 
 
 def merge_parts(
@@ -31,7 +38,8 @@ def merge_parts(
         sizes: what the object store lists under the attempt, in bytes by key.
 
     Raises:
-        CommitError: a writer failed, ranks are missing or disagree, an object is not there in full.
+        CommitError: a writer failed, ranks are missing or disagree, an object is not there in full or contradicts itself;
+            ReplicasDifferError: ranks hold other content where they should hold the same.
         CoverageError: some element is stored never or twice.
     """
     where = f"step {step} of generation {generation}, attempt {attempt}"
@@ -41,12 +49,11 @@ def merge_parts(
         if p.failure:
             raise CommitError(f"{where}: writer {p.writer} failed: {p.failure}")
     ranks = _complete([r for p in parts for r in p.ranks], where)
-    _require_equal_replicas(ranks, where)
+    require_equal({r.rank: r.replicas for r in ranks}, where)
     tensors = _merged_tensors(ranks)
     objects = [r.data for r in ranks if r.data is not None]
     _require_stored(objects, sizes, where)
-    require_inside(objects, tensors, where)
-    prove_coverage(tensors, ((p.name, Box(p.offset, p.extent)) for o in objects for p in o.pieces))
+    _require_whole(objects, tensors, attempt_prefix(generation, step, attempt), where)
     manifest = Manifest(
         generation=generation,
         step=step,
@@ -124,24 +131,6 @@ def _equal_cursor(ranks: Sequence[RankPart], where: str) -> dict[str, Any] | Non
     return ranks[0].cursor
 
 
-def _require_equal_replicas(ranks: Iterable[RankPart], where: str) -> None:
-    """What several ranks hold must be the same; the odd ones are named."""
-    by_box: dict[str, dict[str, list[int]]] = {}
-    for r in ranks:
-        for box, checksum in r.replicas.items():
-            by_box.setdefault(box, {}).setdefault(checksum, []).append(r.rank)
-    for box, groups in sorted(by_box.items()):
-        if len(groups) > 1:
-            held = "; ".join(
-                f"ranks {found}: {checksum}"
-                for checksum, found in sorted(groups.items(), key=lambda g: -len(g[1]))
-            )
-            raise CommitError(
-                f"{where}: replicas differ: {box} has other content on some ranks ({held}); if these are shards of one tensor make it a "
-                f"DTensor, if they are meant to differ give each a name of its own, otherwise suspect the odd rank's memory"
-            )
-
-
 def _require_stored(objects: Iterable[DataObject], sizes: Mapping[str, int], where: str) -> None:
     for o in objects:
         if sizes.get(o.key) != o.size:
@@ -150,18 +139,13 @@ def _require_stored(objects: Iterable[DataObject], sizes: Mapping[str, int], whe
             )
 
 
-def require_inside(objects: Iterable[DataObject], tensors: Mapping[str, TensorMeta], where: str) -> None:
-    """Every piece lies within its object, and has a type that we know."""
-    for o in objects:
-        for p in o.pieces:
-            meta = tensors.get(p.name)
-            if meta is None or meta.dtype not in ITEMSIZES:
-                raise CommitError(f"{where}: {o.key} holds a piece of {p.name}, a tensor nobody describes")
-            end = p.at + Box(p.offset, p.extent).numel * ITEMSIZES[meta.dtype]
-            if p.at < 0 or end > o.data_nbytes:
-                raise CommitError(
-                    f"{where}: {p.name} reaches to byte {end} of {o.key}, whose data ends at {o.data_nbytes}"
-                )
+def _require_whole(
+    objects: Sequence[DataObject], tensors: Mapping[str, TensorMeta], prefix: str, where: str
+) -> None:
+    try:
+        require_sound_contents(tensors, objects, prefix)
+    except CommitError as e:
+        raise CommitError(f"{where}: {e}") from e
 
 
 def _short(value: Any) -> str:

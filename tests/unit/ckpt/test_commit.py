@@ -414,7 +414,7 @@ def test_no_checkpoint_no_rows(store: FaultyStore) -> None:
 
 def part(rank: int = 0, world: int = 1, **changes: Any) -> PartRecord:
     data = DataObject(
-        key=f"k{rank}",
+        key=object_key(1, 20, A, rank),
         size=116,
         data_start=100,
         data_nbytes=16,
@@ -430,7 +430,7 @@ def part(rank: int = 0, world: int = 1, **changes: Any) -> PartRecord:
 
 
 def merged(*parts: PartRecord, sizes: dict[str, int] | None = None) -> Manifest:
-    known = {"k0": 116, "k1": 116} if sizes is None else sizes
+    known = {object_key(1, 20, A, r): 116 for r in range(2)} if sizes is None else sizes
     return merge_parts(parts, known, generation=1, step=20, attempt=A, facts={})[0]
 
 
@@ -457,12 +457,12 @@ def bad_piece(**changes: Any) -> PartRecord:
         ([part(0, 1), part(0, 1)], None, "took part"),
         ([part(0, 2), part(1, 3)], None, "world sizes"),
         ([part(0)], {}, "lists None"),
-        ([part(0)], {"k0": 115}, "lists 115"),
+        ([part(0)], {object_key(1, 20, A, 0): 115}, "lists 115"),
         ([msgspec.structs.replace(part(0), attempt=B)], None, "another attempt"),
         ([msgspec.structs.replace(part(0), failure="broke")], None, "writer 0 failed: broke"),
         ([bad_piece(name="x")], None, "nobody describes"),
-        ([bad_piece(at=4)], None, "reaches to byte 20"),
-        ([bad_piece(at=-4)], None, "reaches to byte"),
+        ([bad_piece(at=4)], None, "bytes 0 to 4 .* of no piece"),
+        ([bad_piece(at=-4)], None, "bytes -4 to 0"),
     ],
 )
 def test_merge_refuses(parts: list[PartRecord], sizes: dict[str, int] | None, words: str) -> None:
