@@ -15,10 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from surefoot.ckpt.inspect import Report, steps, verify
+    from surefoot.ckpt.exporting import export
+    from surefoot.ckpt.inspect import steps
     from surefoot.ckpt.loading import Loaded, read
     from surefoot.ckpt.manifest import Manifest
     from surefoot.ckpt.saving import Checkpointer, SaveHandle, load, save
+    from surefoot.ckpt.verifying import Report, verify
 
 __all__ = [
     "Checkpointer",
@@ -26,6 +28,7 @@ __all__ = [
     "Manifest",
     "Report",
     "SaveHandle",
+    "export",
     "load",
     "read",
     "save",
@@ -41,8 +44,9 @@ _HOMES = {
     "Loaded": "loading",
     "read": "loading",
     "steps": "inspect",
-    "verify": "inspect",
-    "Report": "inspect",
+    "verify": "verifying",
+    "Report": "verifying",
+    "export": "exporting",
     "Manifest": "manifest",
 }
 

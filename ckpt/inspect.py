@@ -1,21 +1,20 @@
-"""What a root holds, told from the object store alone: list, show, verify. Torch-free."""
+"""What a root holds, told from the object store alone: list and show. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import xxhash
 
-from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.errors import CkptError, DamagedError, StepMissingError
-from surefoot.ckpt.manifest import DataObject, Manifest, ManifestRef
-from surefoot.ckpt.merge import require_inside
-from surefoot.ckpt.plan import ITEMSIZES, prove_coverage
+from surefoot.ckpt.errors import CkptError, CkptUserError, StepMissingError
+from surefoot.ckpt.flags import flags_among
+from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs
+from surefoot.ckpt.plan import ITEMSIZES
 from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
-from surefoot.ckpt.restore import BATCH_NBYTES, read_blocks, read_ledger, read_manifest
-from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
+from surefoot.ckpt.restore import read_manifest
+from surefoot.ckpt.store import ObjectStore, open_store
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +25,11 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     counts: bool
     """It is on the lineage."""
     newest: bool = False
-    """A load without a step takes it."""
+    """A load without a step takes it (unless it was set aside)."""
+    flags: tuple[str, ...] = ()
+    """``verified``: every byte was compared; ``kept``: exempt from retention; ``aside``: found damaged, passed over."""
+    age_s: float | None = None
+    """Since the commit; None where the manifest does not say."""
     attempt: str = ""
     world_size: int = 0
     tensors: int = 0
@@ -34,6 +37,7 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     reason: str = ""
     """Why its generation exists."""
+    facts: dict[str, Any] = {}
     problem: str = ""
 
 
@@ -65,59 +69,44 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     record: Record | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What `verify` found. Sound if and only if `problems` is empty."""
-
-    step: int
-    generation: int
-    root: str
-    objects: int = 0
-    nbytes: int = 0
-    """Bytes read and compared with their checksums."""
-    problems: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-
 def list_checkpoints(store: ObjectStore) -> list[CheckpointRow]:
     """Every manifest, on the lineage or not, ascending by step.
 
     Raises: LineageError, FormatError or DamagedError (of a record), ObjectStore…Error.
     """
     records = read_records(store)
-    refs = list_manifests(store)
+    keys = [o.key for o in store.list("gen-")]
+    refs, flags = manifest_refs(keys), flags_among(keys)
     line = lineage(records, refs)
-    return [_row(store, ref, records, ref in line, bool(line) and ref == line[-1]) for ref in refs]
+    now = time.time()
+    rows: list[CheckpointRow] = []
+    for ref in refs:
+        row = _row(store, ref, records, now)
+        mine = flags.get((ref.generation, ref.step), frozenset())
+        newest = bool(line) and ref == line[-1]
+        rows.append(
+            msgspec.structs.replace(row, counts=ref in line, newest=newest, flags=tuple(sorted(mine)))
+        )
+    return rows
 
 
-def _row(
-    store: ObjectStore, ref: ManifestRef, records: dict[int, Record], counts: bool, newest: bool
-) -> CheckpointRow:
+def _row(store: ObjectStore, ref: ManifestRef, records: Mapping[int, Record], now: float) -> CheckpointRow:
     reason = records[ref.generation].reason if ref.generation in records else "no record"
+    row = CheckpointRow(step=ref.step, generation=ref.generation, counts=False, reason=reason)
     try:
         m = read_manifest(store, ref.generation, ref.step)
     except CkptError as e:
-        return CheckpointRow(
-            step=ref.step,
-            generation=ref.generation,
-            counts=counts,
-            newest=newest,
-            reason=reason,
-            problem=str(e),
-        )
-    return CheckpointRow(
-        step=m.step,
-        generation=m.generation,
-        counts=counts,
-        newest=newest,
+        return msgspec.structs.replace(row, problem=str(e))
+    at = m.facts.get("committed_at")
+    return msgspec.structs.replace(
+        row,
         attempt=m.attempt,
         world_size=m.world_size,
         tensors=len(m.tensors),
         objects=len(m.objects),
         nbytes=m.nbytes,
-        reason=reason,
+        age_s=max(0.0, now - at) if isinstance(at, int | float) else None,
+        facts=m.facts,
     )
 
 
@@ -132,6 +121,12 @@ def find(store: ObjectStore, step: int | None, generation: int | None = None) ->
 
     Raises: StepMissingError, and as `read_manifest`.
     """
+    ref, counts = find_ref(store, step, generation)
+    return read_manifest(store, ref.generation, ref.step), counts
+
+
+def find_ref(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[ManifestRef, bool]:
+    """As `find`, without reading the manifest."""
     records = read_records(store)
     refs = list_manifests(store)
     if generation is None:
@@ -139,34 +134,34 @@ def find(store: ObjectStore, step: int | None, generation: int | None = None) ->
     else:
         found = [m for m in refs if m.generation == generation and step in (None, m.step)]
     if not found:
-        what = "no checkpoint" if step is None else f"no step {step}"
-        where = "on the lineage" if generation is None else f"of generation {generation}"
-        raise StepMissingError(f"{store.root} has {what} {where}; `ckpt ls` lists what it has")
+        raise StepMissingError(_nothing_there(store, records, refs, step, generation))
     ref = found[-1]
-    head = max(records, default=0)
-    return read_manifest(store, ref.generation, ref.step), on_lineage(records, head, ref.generation, ref.step)
+    return ref, on_lineage(records, max(records, default=0), ref.generation, ref.step)
+
+
+def _nothing_there(
+    store: ObjectStore,
+    records: Mapping[int, Record],
+    refs: list[ManifestRef],
+    step: int | None,
+    generation: int | None,
+) -> str:
+    if not records and not refs:
+        return f"{store.root} is no root of checkpoints: no job has ever begun there; is the address right?"
+    what = "no checkpoint" if step is None else f"no step {step}"
+    where = "on the lineage" if generation is None else f"of generation {generation}"
+    off = [m for m in refs if m.step == step]
+    if generation is None and off:
+        hint = f"generation {off[-1].generation} has it off the lineage (--generation {off[-1].generation})"
+    else:
+        held = ", ".join(str(m.step) for m in refs[-8:]) or "none"
+        hint = f"the newest there are: {held} (`surefoot ckpt ls`)"
+    return f"{store.root} has {what} {where}; {hint}"
 
 
 def show(store: ObjectStore, step: int | None, generation: int | None = None) -> Shown:
     """One checkpoint in detail. Raises as `find`."""
     m, counts = find(store, step, generation)
-    pieces: dict[str, int] = {}
-    for o in m.objects:
-        for p in o.pieces:
-            pieces[p.name] = pieces.get(p.name, 0) + 1
-    stored = {name: name for name in m.tensors} | m.aliases
-    rows = [
-        TensorRow(
-            name=name,
-            dtype=(meta := m.tensors[target]).dtype,
-            shape=meta.shape,
-            nbytes=Box(meta.shape, meta.shape).numel * ITEMSIZES.get(meta.dtype, 0),
-            pieces=pieces.get(target, 0),
-            tied_to=target if target != name else "",
-        )
-        for name, target in sorted(stored.items())
-        if target in m.tensors
-    ]
     return Shown(
         step=m.step,
         generation=m.generation,
@@ -174,7 +169,7 @@ def show(store: ObjectStore, step: int | None, generation: int | None = None) ->
         attempt=m.attempt,
         world_size=m.world_size,
         nbytes=m.nbytes,
-        tensors=tuple(rows),
+        tensors=tuple(tensor_rows(m)),
         values=m.values,
         cursor=m.cursor,
         facts=m.facts,
@@ -183,71 +178,39 @@ def show(store: ObjectStore, step: int | None, generation: int | None = None) ->
     )
 
 
-def verify(root: str, step: int | None = None) -> Report:
-    """Read a whole step (None: the newest) and compare every byte with its checksum.
-
-    Raises StepMissingError where there is no such step, ObjectStore…Error where the object store cannot be asked.
-    """
-    return verify_step(open_store(root), step)
-
-
-def verify_step(store: ObjectStore, step: int | None, generation: int | None = None) -> Report:
-    """As `verify`; `generation` finds checkpoints off the lineage as well."""
-    try:
-        manifest, _ = find(store, step, generation)
-    except StepMissingError:
-        raise
-    except CkptError as e:
-        return Report(step=step or 0, generation=generation or 0, root=store.root, problems=(str(e),))
-    problems = list(_structure_problems(store, manifest))
-    checked = sound = 0
-    for o in manifest.objects:
-        try:
-            checked += _verify_object(store, o)
-            sound += 1
-        except DamagedError as e:
-            problems.append(str(e))
-    return Report(
-        step=manifest.step,
-        generation=manifest.generation,
-        root=store.root,
-        objects=sound,
-        nbytes=checked,
-        problems=tuple(problems),
-    )
-
-
-def _structure_problems(store: ObjectStore, manifest: Manifest) -> Iterator[str]:
-    """Coverage and ledger."""
-    where = f"step {manifest.step} of generation {manifest.generation}"
-    try:
-        require_inside(manifest.objects, manifest.tensors, where)
-        pieces = ((p.name, Box(p.offset, p.extent)) for o in manifest.objects for p in o.pieces)
-        prove_coverage(manifest.tensors, pieces)
-    except CkptError as e:
-        yield str(e)
-    try:
-        read_ledger(store, manifest)
-    except (CkptError, ObjectMissingError) as e:
-        yield str(e)
-
-
-def _verify_object(store: ObjectStore, source: DataObject) -> int:
-    blocks = -(-source.data_nbytes // source.block_nbytes)
-    at_once = max(1, BATCH_NBYTES // source.block_nbytes)
-    if len(source.checksums) != blocks:
-        raise DamagedError(
-            f"{source.key} has {blocks} blocks and {len(source.checksums)} checksums", key=source.key
+def tensor_rows(m: Manifest) -> list[TensorRow]:
+    """Every tensor under each of its names, by name. PURE."""
+    pieces: dict[str, int] = {}
+    for o in m.objects:
+        for p in o.pieces:
+            pieces[p.name] = pieces.get(p.name, 0) + 1
+    rows: list[TensorRow] = []
+    for name, target in sorted(({name: name for name in m.tensors} | m.aliases).items()):
+        if (meta := m.tensors.get(target)) is None:
+            continue
+        nbytes = ITEMSIZES.get(meta.dtype, 0)
+        for n in meta.shape:
+            nbytes *= n
+        rows.append(
+            TensorRow(
+                name=name,
+                dtype=meta.dtype,
+                shape=meta.shape,
+                nbytes=nbytes,
+                pieces=pieces.get(target, 0),
+                tied_to=target if target != name else "",
+            )
         )
-    try:
-        header = store.read(source.key, 0, source.data_start)
-    except ObjectMissingError as e:
-        raise DamagedError(f"{source.key} is missing", key=source.key) from e
-    if xxhash.xxh3_64_hexdigest(header) != source.header_checksum:
-        raise DamagedError(
-            f"{source.key}: its safetensors header does not match its checksum", key=source.key
-        )
-    return sum(
-        len(read_blocks(store, source, first, min(first + at_once, blocks)))
-        for first in range(0, blocks, at_once)
-    )
+    return rows
+
+
+def stored_name(m: Manifest, name: str) -> str:
+    """The name under which a tensor is stored. Raises CkptUserError naming those that are like it."""
+    target = m.aliases.get(name, name)
+    if target in m.tensors:
+        return target
+    import difflib
+
+    near = difflib.get_close_matches(name, [*m.tensors, *m.aliases], n=4, cutoff=0.4)
+    near += [n for n in m.tensors if name in n and n not in near][:4]
+    raise CkptUserError(f"step {m.step} has no tensor {name!r}; similar names: {', '.join(near) or 'none'}")

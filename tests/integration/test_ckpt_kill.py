@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.ckpt.inspect import verify_step
 from surefoot.ckpt.record import lineage, list_manifests, read_records
 from surefoot.ckpt.store import ObjectStore, open_store
+from surefoot.ckpt.verifying import verify_step
 
 pytestmark = pytest.mark.slow
 

@@ -46,6 +46,8 @@ PURE = (
     *("agent.exits", "ckpt.manifest", "ckpt.retention"),
     # Arrays over all ranks or pieces: numpy computes, and does no IO.
     *("ckpt.plan", "ckpt.boxes", "ckpt.layouts", "ckpt.dealing", "ckpt.coverage", "ckpt.merge"),
+    *("ckpt.sound", "ckpt.replicas"),
+    *("ckpt.interval", "ckpt.orphans", "ckpt.resharding", "ckpt.stformat"),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),
 )
 PURE_MAY_USE = (
@@ -82,6 +84,7 @@ PURE_MAY_USE = (
         "typing",
         "zlib",
         "msgspec",
+        "xxhash",
         "numpy",
         "typing_extensions",
     ),
@@ -95,8 +98,8 @@ PURE_BUT = {"controller.spec": ("pathlib",), "agent.exits": ("signal",)}
 DOORS: dict[str, tuple[str, ...]] = {
     "etcd3": ("controller.etcdstore",),
     "grpc": ("controller.etcdstore",),
-    "rich": ("controller.cli", "controller.view", "ckpt.__main__", "chaos.demo"),
-    "typer": ("controller.cli", "ckpt.__main__", "chaos.cli"),
+    "rich": ("controller.cli", "controller.view", "ckpt.tables", "chaos.demo"),
+    "typer": ("controller.cli", "ckpt.cli", "chaos.cli"),
     "s3fs": ("ckpt.s3",),
     "botocore": ("ckpt.s3",),
     "fsspec": ("ckpt", "loader.source", "chaos"),
@@ -106,7 +109,10 @@ DOORS: dict[str, tuple[str, ...]] = {
             "ckpt.state",
             "ckpt.saving",
             "ckpt.loading",
+            "ckpt.fetching",
+            "ckpt.sharing",
             "ckpt.channel",
+            *("ckpt.comparing", "ckpt.dcp", "ckpt.tensorstats"),
             "loader.client",
             "agent.session",
             "agent.trainer",
@@ -117,7 +123,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Heavy libraries and the modules that may load them."""
-TORCH_IN_FUNCTIONS = ("ckpt.tiers", "ckpt.staging")
+TORCH_IN_FUNCTIONS = ("ckpt.tiers", "ckpt.staging", "ckpt.exporting")
 """Loaded by torch-free processes as well."""
 
 

@@ -11,9 +11,10 @@ import pytest
 from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
-from surefoot.ckpt.__main__ import human, main
+from surefoot.ckpt.__main__ import main
 from surefoot.ckpt.record import Record, StartRef, create_record
 from surefoot.ckpt.store import open_store
+from surefoot.ckpt.tables import human
 from surefoot.exitcodes import ExitCode
 
 

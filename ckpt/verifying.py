@@ -1,0 +1,120 @@
+"""Verify: read a whole checkpoint and compare every byte with its checksum. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import xxhash
+
+from surefoot.ckpt.errors import CkptError, DamagedError, StepMissingError
+from surefoot.ckpt.flags import raise_flag
+from surefoot.ckpt.inspect import find
+from surefoot.ckpt.manifest import DataObject, Manifest, ManifestRef, manifest_key
+from surefoot.ckpt.reading import read_blocks
+from surefoot.ckpt.restore import read_ledger
+from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreDeniedError, open_store
+
+READ_NBYTES = 32 * 2**20
+"""Read and compared at once."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes compared and the bytes in all."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `verify` found. Sound if and only if `problems` is empty."""
+
+    step: int
+    generation: int
+    root: str
+    objects: int = 0
+    nbytes: int = 0
+    """Bytes read and compared with their checksums."""
+    problems: tuple[str, ...] = ()
+    noted: bool = False
+    """``verified.json`` stands beside the manifest: retention then keeps the newest of those."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(root: str, step: int | None = None) -> Report:
+    """Read a whole step (None: the newest) and compare every byte with its checksum. A sound one is noted as verified beside
+    its manifest, where this process may write.
+
+    Raises StepMissingError where there is no such step, ObjectStore…Error where the object store cannot be asked.
+    """
+    return verify_step(open_store(root), step)
+
+
+def verify_step(
+    store: ObjectStore, step: int | None, generation: int | None = None, *, progress: Progress | None = None
+) -> Report:
+    """As `verify`; `generation` finds checkpoints off the lineage as well."""
+    try:
+        manifest, _ = find(store, step, generation)
+    except StepMissingError:
+        raise
+    except CkptError as e:
+        return Report(step=step or 0, generation=generation or 0, root=store.root, problems=(str(e),))
+    problems = list(_ledger_problems(store, manifest))
+    checked = sound = 0
+    for o in manifest.objects:
+        begun = checked
+        try:
+            for nbytes in _verify_object(store, o):
+                checked += nbytes
+                if progress is not None:
+                    progress(checked, manifest.nbytes)
+            sound += 1
+        except DamagedError as e:
+            checked = begun
+            problems.append(str(e))
+    report = Report(
+        step=manifest.step,
+        generation=manifest.generation,
+        root=store.root,
+        objects=sound,
+        nbytes=checked,
+        problems=tuple(problems),
+    )
+    return msgspec.structs.replace(report, noted=report.ok and _note(store, manifest))
+
+
+def _note(store: ObjectStore, manifest: Manifest) -> bool:
+    key = manifest_key(manifest.generation, manifest.step)
+    ref = ManifestRef(step=manifest.step, generation=manifest.generation, key=key)
+    try:
+        raise_flag(store, ref, "verified", "ckpt verify")
+    except ObjectStoreDeniedError:
+        return False  # who may only read can verify all the same
+    return True
+
+
+def _ledger_problems(store: ObjectStore, manifest: Manifest) -> Iterator[str]:
+    try:
+        read_ledger(store, manifest)
+    except (CkptError, ObjectMissingError) as e:
+        yield str(e)
+
+
+def _verify_object(store: ObjectStore, source: DataObject) -> Iterator[int]:
+    """The bytes compared, batch by batch. Raises DamagedError."""
+    blocks = -(-source.data_nbytes // source.block_nbytes)
+    at_once = max(1, READ_NBYTES // source.block_nbytes)
+    if len(source.checksums) != blocks:
+        raise DamagedError(
+            f"{source.key} has {blocks} blocks and {len(source.checksums)} checksums", key=source.key
+        )
+    try:
+        header = store.read(source.key, 0, source.data_start)
+    except ObjectMissingError as e:
+        raise DamagedError(f"{source.key} is missing", key=source.key) from e
+    if xxhash.xxh3_64_hexdigest(header) != source.header_checksum:
+        raise DamagedError(
+            f"{source.key}: its safetensors header does not match its checksum", key=source.key
+        )
+    for first in range(0, blocks, at_once):
+        yield len(read_blocks(store, source, first, min(first + at_once, blocks)))
