@@ -1,13 +1,5 @@
-"""Ranks for test_ckpt_ranks.py: one process imports torch once and forks the ranks of each act, one act after the other.
+"""What the ranks of test_ckpt_ranks.py do: each act is called on every rank with the root."""
 
-Arguments: the root, then acts as ``name:ranks``. Exits with 0 only if every rank of every act did.
-"""
-
-import os
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from surefoot import ckpt, failpoint
 from surefoot.ckpt import tiers
@@ -29,22 +20,16 @@ from surefoot.ckpt.state import leaf_of, part_of
 from surefoot.ckpt.store import open_store
 
 STEP = 20
-ACTS: dict[str, Callable[[str, int, int], None]] = {}
-
-
-def act(f: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-    ACTS[f.__name__] = f
-    return f
 
 
 class Net(nn.Module):
     """Shapes that no number of ranks divides, a first dimension of 1, a tie, and buffers."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(10, 6)
-        self.up = nn.Linear(6, hidden)
-        self.down = nn.Linear(hidden, 6)
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6)
         self.single = nn.Parameter(torch.ones(1, 5, 3))
         self.head = nn.Linear(6, 10, bias=False)
         self.head.weight = self.emb.weight
@@ -55,30 +40,16 @@ class Net(nn.Module):
         return self.head(h).square().mean() + self.single.sum()
 
 
-def build(shard: Callable[[Net], None], hidden: int = 7) -> dict[str, Any]:
+def build() -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Net(hidden)
-    shard(model)
+    model = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "lr": 1e-2}, {"params": vectors, "lr": 1e-3, "weight_decay": 0.0}]
     return {"model": model, "optim": torch.optim.AdamW(groups), "epoch": 0}
-
-
-def fsdp(world: int) -> Callable[[Net], None]:
-    mesh = init_device_mesh("cpu", (world,))
-
-    def shard(model: Net) -> None:
-        fully_shard(model.up, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    return shard
-
-
-def fsdp_and_tp(model: Net) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
 
 
 def expected(k: int, shape: torch.Size, shift: float = 0.0) -> torch.Tensor:
@@ -131,8 +102,10 @@ def train(state: dict[str, Any]) -> None:
     state["optim"].zero_grad()
 
 
-def save_by_hand(root: str, rank: int, world: int, state: dict[str, Any]) -> None:
-    """As agents do it: stage, upload, commit; then back from the slot."""
+def save_as_agents_do(root: str) -> None:
+    """Stage, upload, commit; then back from the slot."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = build()
     train(state)
     fill(state)
     state["model"](torch.arange(6))  # without backward: the root module now holds whole parameters
@@ -159,76 +132,23 @@ def save_by_hand(root: str, rank: int, world: int, state: dict[str, Any]) -> Non
     check(state)
 
 
-def restore(root: str, rank: int, world: int, state: dict[str, Any]) -> None:
+def restore_as_agents_do(root: str) -> None:
+    state = build()
     restored = tiers.restore_committed(
-        root, state, generation=1, step=STEP, rank=rank, world_size=world, exchange=exchange
+        root,
+        state,
+        generation=1,
+        step=STEP,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        exchange=exchange,
     )
     assert restored.cursor == {"at": 9}
     check(state)
     train(state)
 
 
-@act
-def save_fsdp(root: str, rank: int, world: int) -> None:
-    save_by_hand(root, rank, world, build(fsdp(world)))
-
-
-@act
-def load_fsdp(root: str, rank: int, world: int) -> None:
-    restore(root, rank, world, build(fsdp(world)))
-
-
-EVEN = 8
-"""torch's tensor parallelism runs no layer that it cannot divide evenly."""
-
-
-@act
-def save_fsdp_tp(root: str, rank: int, world: int) -> None:
-    save_by_hand(root, rank, world, build(fsdp_and_tp, EVEN))
-
-
-@act
-def load_fsdp_tp(root: str, rank: int, world: int) -> None:
-    restore(root, rank, world, build(fsdp_and_tp, EVEN))
-
-
-@act
-def save_fsdp_even(root: str, rank: int, world: int) -> None:
-    save_by_hand(root, rank, world, build(fsdp(world), EVEN))
-
-
-@act
-def load_fsdp_even(root: str, rank: int, world: int) -> None:
-    restore(root, rank, world, build(fsdp(world), EVEN))
-
-
-@act
-def load_plain_even(root: str, rank: int, world: int) -> None:
-    restore(root, rank, world, build(lambda model: None, EVEN))
-
-
-@act
-def save_ddp(root: str, rank: int, world: int) -> None:
-    state = build(lambda model: None)
-    state["model"] = DistributedDataParallel(state["model"], find_unused_parameters=True)
-    train(state)
-    fill_ddp(state)
-    with ckpt.Checkpointer(root) as c:
-        c.save(STEP, state, cursor={"at": 9})
-
-
-def fill_ddp(state: dict[str, Any]) -> None:
-    fill(state | {"model": state["model"].module})
-    state["epoch"] = 3
-
-
-@act
-def load_plain(root: str, rank: int, world: int) -> None:
-    restore(root, rank, world, build(lambda model: None))
-
-
-@act
-def check_placements(root: str, rank: int, world: int) -> None:
+def check_placements() -> None:
     """Boxes against torch's own idea, for meshes of two dimensions and uneven sizes."""
     mesh = init_device_mesh("cpu", (2, 2))
     for shape in [(7, 3), (5, 10), (1, 4), (8, 8), (3, 2)]:
@@ -243,8 +163,7 @@ def check_placements(root: str, rank: int, world: int) -> None:
             require_in_place(whole, distribute_tensor(whole, mesh, placements).detach())
 
 
-@act
-def check_fsdp_over_tp(root: str, rank: int, world: int) -> None:
+def check_fsdp_over_tp() -> None:
     """Uneven rows, sharded by tensor parallelism first and by FSDP within that: strided shards."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     for rows in (5, 6, 7, 8, 9, 11, 12, 13):
@@ -269,14 +188,14 @@ def require_in_place(whole: torch.Tensor, t: torch.Tensor) -> None:
     assert sum(h.box.numel for h in leaf.held) == local.numel()
 
 
-@act
-def checkpointer(root: str, rank: int, world: int) -> None:
+def checkpointer(root: str) -> None:
     """The plain way: everything over the checkpointer's own channel."""
-    state = build(fsdp(world))
+    rank = dist.get_rank()
+    state = build()
     train(state)
     fill(state)
     with ckpt.Checkpointer(root, keep=2) as c:
-        assert c.load(build(fsdp(world))) is None
+        assert c.load(build()) is None
         for step in (5, 10, STEP):
             c.save(step, state, extra={"rank": rank})
     dist.barrier()  # retention is rank 0's, and done when its close returns
@@ -288,10 +207,10 @@ def checkpointer(root: str, rank: int, world: int) -> None:
     check(state)
 
 
-@act
-def fall_back_together(root: str, rank: int, world: int) -> None:
+def fall_back_together(root: str) -> None:
     """A bit of what only the last rank reads is flipped: all load the step before."""
-    state = build(fsdp(world))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = build()
     train(state)
     fill(state)
     with ckpt.Checkpointer(root) as c:
@@ -323,10 +242,9 @@ def refused(
     c._in_flight = None  # it was waited for
 
 
-@act
-def failures(root: str, rank: int, world: int) -> None:
+def failures(root: str) -> None:
     """Whatever goes wrong on one rank is an error on all, nothing is committed, and the next save works."""
-    last = world - 1
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     with ckpt.Checkpointer(root, deadline_s=30) as c:
         c.save(1, {"w": torch.ones(3)}).wait()
         refused(
@@ -349,40 +267,3 @@ def failures(root: str, rank: int, world: int) -> None:
         failpoint.arm(None)
         c.save(10, {"w": torch.ones(3)}).wait()
     assert ckpt.steps(root) == [1, 10]
-
-
-def run_act(name: str, root: str, world: int) -> list[int]:
-    """Fork the ranks; returns the exit codes."""
-    with tempfile.TemporaryDirectory() as folder:
-        pids = []
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                be_rank(name, root, rank, world, f"file://{folder}/init")
-            pids.append(pid)
-        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
-def be_rank(name: str, root: str, rank: int, world: int, meet: str) -> None:
-    code = 1
-    try:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
-        ACTS[name](root, rank, world)
-        dist.barrier()
-        dist.destroy_process_group()
-        code = 0
-    except BaseException:
-        print(f"{name}, rank {rank} of {world}:", file=sys.stderr)
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for word in sys.argv[2:]:
-        name, _, ranks = word.partition(":")
-        if any(codes := run_act(name, sys.argv[1], int(ranks))):
-            sys.exit(f"{word}: exit codes {codes}")

@@ -51,6 +51,7 @@ def main() -> None:
     linux.die_with_parent(int(sys.argv[2]))
     linux.become_subreaper()
     torch.set_num_threads(1)
+    warm_up()
     with Connection(int(sys.argv[1])) as test:
         test.send("ready")
         while True:
@@ -59,6 +60,14 @@ def main() -> None:
             except EOFError:
                 return
             play(act, test)
+
+
+def warm_up() -> None:
+    """A first optimizer step imports the compiler, which takes a second: once here instead of once per rank."""
+    p = torch.nn.Parameter(torch.ones(1))
+    p.grad = torch.zeros(1)
+    torch.optim.AdamW([p]).step()
+    assert linux.threads_running() == 1, "a process that forks has one thread"
 
 
 def play(act: Act, test: Connection) -> None:
