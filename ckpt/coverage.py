@@ -32,9 +32,9 @@ Ints = NDArray[np.int64]
 
 TOGETHER_DIMS_MAX = 4
 """Tensors of more dimensions are proved one by one, on the dimensions along which they are cut."""
-CUT_DIMS_MAX = 12
-"""A tensor cut along more dimensions than this is refused: the proof would visit 2**dims corners of each box. Meshes have at
-most five."""
+CORNERS_MAX = 2**24
+"""The proof visits 2**dims corners of each box. A tensor that is cut along more than TOGETHER_DIMS_MAX dimensions into so many
+boxes that these are more corners is refused: no mesh makes such a one, and a forged manifest must not cost memory."""
 GRID_POINTS_MAX = 2**62
 
 
@@ -57,8 +57,10 @@ class Miscount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxColumns:
-    """Boxes of as many dimensions: `offset` and `extent` [boxes, dims], the number of their tensor `tensor` [boxes]."""
+    """Boxes of as many dimensions: `offset` and `extent` [boxes, dims], the number of their tensor, and their place among all
+    pieces that were given, ascending [boxes]."""
 
+    which: Ints
     tensor: Ints
     offset: Ints
     extent: Ints
@@ -72,8 +74,12 @@ def prove_coverage(tensors: Mapping[str, TensorMeta], pieces: Iterable[tuple[str
 
     Raises CoverageError naming tensor and element, and the boxes that hold it.
     """
+    prove_columns(tensors, columns_of(tensors, pieces))
+
+
+def prove_columns(tensors: Mapping[str, TensorMeta], columns: Sequence[BoxColumns]) -> None:
+    """As `prove_coverage`, of pieces that are arrays already."""
     metas = list(tensors.values())
-    columns = columns_of(tensors, pieces)
     wrong = first_wrong(metas, columns)
     if wrong is None:
         return
@@ -105,29 +111,26 @@ def columns_of(tensors: Mapping[str, TensorMeta], pieces: Iterable[tuple[str, Bo
     Raises CoverageError for a piece of no tensor, or one that is no box of its tensor.
     """
     number = {name: i for i, name in enumerate(tensors)}
-    dims = [len(meta.shape) for meta in tensors.values()]
-    by_dims: dict[int, tuple[list[int], list[Index], list[Index]]] = {}
-    for name, box in pieces:
-        tensor = number.get(name)
-        if tensor is None:
-            raise CoverageError(
-                f"a piece {_text(box)} belongs to {name!r}, which is no tensor of this checkpoint"
-            )
-        if not len(box.offset) == len(box.extent) == dims[tensor]:
-            raise _no_box(name, tensors[name], box)
-        numbers, offsets, extents = by_dims.setdefault(dims[tensor], ([], [], []))
-        numbers.append(tensor)
-        offsets.append(box.offset)
-        extents.append(box.extent)
-    columns = [
-        BoxColumns(tensor=np.array(numbers, np.int64), offset=as_rows(offsets, d), extent=as_rows(extents, d))
-        for d, (numbers, offsets, extents) in sorted(by_dims.items())
-    ]
-    names = list(tensors)
-    for c in columns:
-        for i in np.flatnonzero((c.offset < 0).any(axis=1) | (c.extent < 0).any(axis=1))[:1]:
-            name = names[c.tensor[i]]
-            raise _no_box(name, tensors[name], _box(c, int(i)))
+    given = list(pieces)
+    # List by list: a million pieces go through here.
+    tensor = np.array([number.get(name, -1) for name, _ in given], np.int64)
+    dims = np.array([len(box.extent) for _, box in given], np.int64)
+    wanted = np.array([len(meta.shape) for meta in tensors.values()] or [0], np.int64)[tensor]
+    fits = (dims == wanted) & (dims == [len(box.offset) for _, box in given]) & (tensor >= 0)
+    if not fits.all():
+        raise _no_box(tensors, *given[int(np.argmin(fits))])
+    columns: list[BoxColumns] = []
+    for d in np.unique(dims).tolist():
+        which = np.flatnonzero(dims == d)
+        chosen = [given[i][1] for i in which.tolist()]
+        try:
+            offset, extent = as_rows([b.offset for b in chosen], d), as_rows([b.extent for b in chosen], d)
+        except OverflowError as e:
+            raise CoverageError("a piece has numbers of more than 64 bits: it is no box of any tensor") from e
+        negative = ((offset < 0) | (extent < 0)).any(axis=1)
+        if negative.any():
+            raise _no_box(tensors, *given[int(which[np.argmax(negative)])])
+        columns.append(BoxColumns(which=which, tensor=tensor[which], offset=offset, extent=extent))
     return columns
 
 
@@ -137,8 +140,12 @@ def as_rows(rows: Sequence[Index], dims: int) -> Ints:
     return flat.reshape(len(rows), dims)
 
 
-def _no_box(name: str, meta: TensorMeta, box: Boxed) -> CoverageError:
-    return CoverageError(f"{name}: {_text(box)} is no box of a tensor of shape {list(meta.shape)}")
+def _no_box(tensors: Mapping[str, TensorMeta], name: str, box: Boxed) -> CoverageError:
+    if name not in tensors:
+        return CoverageError(
+            f"a piece {_text(box)} belongs to {name!r}, which is no tensor of this checkpoint"
+        )
+    return CoverageError(f"{name}: {_text(box)} is no box of a tensor of shape {list(tensors[name].shape)}")
 
 
 def _text(box: Boxed) -> str:
@@ -166,10 +173,13 @@ def first_wrong(metas: Sequence[TensorMeta], columns: Iterable[BoxColumns]) -> i
     found = {c.offset.shape[1]: c for c in columns}
     wrong: list[int] = []
     for dims, numbers in by_dims.items():
-        none = np.zeros((0, dims), np.int64)
-        c = found.get(dims, BoxColumns(tensor=np.zeros(0, np.int64), offset=none, extent=none))
-        wrong += _wrong_of(metas, np.array(numbers, np.int64), c)
+        wrong += _wrong_of(metas, np.array(numbers, np.int64), found.get(dims) or _no_boxes(dims))
     return min(wrong, default=None)
+
+
+def _no_boxes(dims: int) -> BoxColumns:
+    none, nothing = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
+    return BoxColumns(which=none, tensor=none, offset=nothing, extent=nothing)
 
 
 def _wrong_of(metas: Sequence[TensorMeta], numbers: Ints, c: BoxColumns) -> list[int]:
@@ -250,14 +260,14 @@ def miscovered(shape: Sequence[int], boxes: Iterable[Box]) -> Miscount | None:
 def miscounted(shape: Sequence[int], offset: Ints, extent: Ints) -> Miscount | None:
     """As `miscovered`, on arrays [boxes, dims].
 
-    Raises CoverageError for a tensor that is cut along more dimensions than a mesh can have.
+    Raises CoverageError for a tensor that is cut along too many dimensions (CORNERS_MAX).
     """
     own = np.array([shape], np.int64).reshape(1, len(shape))
     # A dimension that every box spans cuts nothing: its coordinate is 0 wherever a count is wrong.
     cut = np.flatnonzero(((offset != 0) | (extent != own)).any(axis=0))
-    if len(cut) > CUT_DIMS_MAX:
+    if len(cut) > TOGETHER_DIMS_MAX and len(offset) * 2 ** len(cut) > CORNERS_MAX:
         raise CoverageError(
-            f"boxes cut a tensor of shape {list(shape)} along {len(cut)} dimensions; at most {CUT_DIMS_MAX} can be checked"
+            f"{len(offset)} boxes cut a tensor of shape {list(shape)} along {len(cut)} dimensions: too many to be checked"
         )
     lower = np.concatenate([offset, np.zeros_like(own)])
     size = np.concatenate([extent, own])

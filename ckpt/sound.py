@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from surefoot.ckpt.coverage import prove_coverage
+import numpy as np
+
+from surefoot.ckpt.coverage import BoxColumns, columns_of, prove_columns
 from surefoot.ckpt.errors import CkptError, CommitError, DamagedError
 from surefoot.ckpt.manifest import (
     DataObject,
@@ -81,15 +83,19 @@ def require_sound_contents(
     """
     for name, meta in tensors.items():
         _require_possible(name, meta)
+    given = list(objects)
     keys: set[str] = set()
-    for o in objects:
+    for o in given:
         if o.key in keys:
             raise CommitError(f"{o.key!r} is listed twice")
         keys.add(o.key)
         _require_object(o, prefix)
-        require_filled(o, tensors)
-    prove_coverage(tensors, ((p.name, p) for o in objects for p in o.pieces))
-    _require_all_bytes(tensors, objects)
+        if unknown := next((p.name for p in o.pieces if p.name not in tensors), None):
+            raise CommitError(f"{o.key} holds a piece of {unknown!r}, a tensor nobody describes")
+    columns = columns_of(tensors, ((p.name, p) for o in given for p in o.pieces))
+    prove_columns(tensors, columns)
+    _require_filled(given, tensors, columns)
+    _require_all_bytes(tensors, given)
 
 
 def _require_possible(name: str, meta: TensorMeta) -> None:
@@ -121,34 +127,42 @@ def _require_object(o: DataObject, prefix: str) -> None:
         raise CommitError(f"{o.key} has {blocks} blocks and {len(o.checksums)} checksums")
 
 
-def require_filled(o: DataObject, tensors: Mapping[str, TensorMeta]) -> None:
-    """The pieces of an object follow each other from its data's first byte to the last.
+def _require_filled(
+    objects: Sequence[DataObject], tensors: Mapping[str, TensorMeta], columns: Sequence[BoxColumns]
+) -> None:
+    """The pieces of each object follow each other from its data's first byte to the last. They are covered: so none of them is
+    larger than its tensor."""
+    count = np.array([len(o.pieces) for o in objects], np.int64)
+    itemsize = np.array([ITEMSIZES[meta.dtype] for meta in tensors.values()], np.int64)
+    nbytes = np.zeros(count.sum(), np.int64)
+    for c in columns:
+        nbytes[c.which] = c.extent.prod(axis=1) * itemsize[c.tensor]
+    at = np.array([p.at for o in objects for p in o.pieces], np.int64)
+    whose = np.repeat(np.arange(len(objects)), count)
+    order = np.lexsort((at, whose))
+    at, end, whose = at[order], (at + nbytes)[order], whose[order]
+    begins = np.append(0, end[:-1])
+    begins[np.append(True, whose[1:] != whose[:-1])] = 0
+    reached = np.zeros(len(objects), np.int64)
+    reached[whose] = end  # the last of each object stays
+    wrong = reached != [o.data_nbytes for o in objects]
+    wrong[whose[at != begins]] = True
+    if wrong.any():
+        raise _ill_filled(objects[int(np.argmax(wrong))], tensors)
 
-    Raises CommitError naming the object and the piece.
-    """
+
+def _ill_filled(o: DataObject, tensors: Mapping[str, TensorMeta]) -> CommitError:
     end = 0
     last = ""
     for p in sorted(o.pieces, key=lambda p: p.at):
-        meta = tensors.get(p.name)
-        if meta is None:
-            raise CommitError(f"{o.key} holds a piece of {p.name!r}, a tensor nobody describes")
-        if len(p.extent) > DIMS_MAX or min(p.extent, default=0) < 0:
-            raise CommitError(
-                f"{o.key} holds a piece of {p.name!r} of the impossible extent {list(p.extent[:DIMS_MAX])}"
-            )
         if p.at != end:
             between = f"of both {last!r} and {p.name!r}" if p.at < end else f"before {p.name!r} of no piece"
-            raise CommitError(
+            return CommitError(
                 f"{o.key}: bytes {min(p.at, end)} to {max(p.at, end)} of its data are {between}"
             )
-        end = p.at + math.prod(p.extent) * ITEMSIZES[meta.dtype]
+        end = p.at + math.prod(p.extent) * ITEMSIZES[tensors[p.name].dtype]
         last = p.name
-        if end > o.data_nbytes:
-            raise CommitError(
-                f"{p.name} reaches to byte {end} of {o.key}, whose data ends at {o.data_nbytes}"
-            )
-    if end != o.data_nbytes:
-        raise CommitError(f"{o.key}: its pieces end at byte {end}, and its data at {o.data_nbytes}")
+    return CommitError(f"{o.key}: its pieces end at byte {end}, and its data at byte {o.data_nbytes}")
 
 
 def _require_all_bytes(tensors: Mapping[str, TensorMeta], objects: Iterable[DataObject]) -> None:
