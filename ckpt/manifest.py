@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import xxhash
 
 from surefoot.ckpt.errors import DamagedError, FormatError
 
@@ -25,6 +26,10 @@ BLOCK_NBYTES = 4 * 2**20
 stay below 2 MB."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""No stored number is negative, or so large that sums of two leave 64 bits: refused when decoded."""
+
+
 class _Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Part of a stored object. Unknown fields are ignored, so an older reader meets a newer writer of the same format."""
 
@@ -32,47 +37,47 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ManifestRef(_Stored, frozen=True, kw_only=True, order=True):
     """Names one manifest. Sorts by step, then generation."""
 
-    step: int
-    generation: int
+    step: Count
+    generation: Count
     key: str
 
 
 class LedgerRow(_Stored, frozen=True, kw_only=True, order=True):
     """What one data-parallel rank consumed in one execution of one step."""
 
-    step: int
-    generation: int
+    step: Count
+    generation: Count
     """The generation that executed it."""
-    dp_rank: int
+    dp_rank: Count
     samples: tuple[str, ...] = ()
     loss: str | None = None
     """The global loss as float.hex(); None without a report."""
 
 
-class Piece(_Stored, frozen=True, kw_only=True):
+class Piece(_Stored, frozen=True, kw_only=True, gc=False):
     """A box of a tensor inside a data section: `extent` elements per dimension from `offset`, at byte `at` of the section."""
 
     name: str
-    offset: tuple[int, ...] = ()
-    extent: tuple[int, ...] = ()
-    at: int
+    offset: tuple[Count, ...] = ()
+    extent: tuple[Count, ...] = ()
+    at: Count
 
 
-class TensorMeta(_Stored, frozen=True, kw_only=True):
+class TensorMeta(_Stored, frozen=True, kw_only=True, gc=False):
     """A global tensor. `dtype` is torch's name without the prefix (``bfloat16``)."""
 
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[Count, ...] = ()
 
 
 class DataObject(_Stored, frozen=True, kw_only=True):
     """One data object. Its data section starts at byte `data_start` and has `data_nbytes` bytes."""
 
     key: str
-    size: int
-    data_start: int
-    data_nbytes: int
-    block_nbytes: int
+    size: Count
+    data_start: Count
+    data_nbytes: Count
+    block_nbytes: Count
     checksums: tuple[str, ...] = ()
     """xxh3-64 of each block of the data section, in hex."""
     header_checksum: str = ""
@@ -83,8 +88,8 @@ class DataObject(_Stored, frozen=True, kw_only=True):
 class RankPart(_Stored, frozen=True, kw_only=True):
     """What one rank's snapshot contributes to an attempt."""
 
-    rank: int
-    world_size: int
+    rank: Count
+    world_size: Count
     tensors: dict[str, TensorMeta] = {}
     """Every tensor the rank holds any part of, or knows of."""
     aliases: dict[str, str] = {}
@@ -104,10 +109,10 @@ class PartRecord(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     """What one writer stored for an attempt, or (`failure`) why it could not."""
 
     format: int = FORMAT
-    generation: int
-    step: int
+    generation: Count
+    step: Count
     attempt: str
-    writer: int
+    writer: Count
     failure: str = ""
     ranks: tuple[RankPart, ...] = ()
 
@@ -116,15 +121,15 @@ class LedgerRef(_Stored, frozen=True, kw_only=True):
     """Points to a ledger object and fixes its content."""
 
     key: str
-    size: int
+    size: Count
     checksum: str
 
 
 class Previous(_Stored, frozen=True, kw_only=True):
     """The lineage's checkpoint before this one; `ledger` is None where its manifest could not be read."""
 
-    generation: int
-    step: int
+    generation: Count
+    step: Count
     ledger: LedgerRef | None = None
 
 
@@ -132,8 +137,8 @@ class Ledger(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     """The rows that one checkpoint commits: steps after `previous` up to `step`. The chain survives retention."""
 
     format: int = FORMAT
-    generation: int
-    step: int
+    generation: Count
+    step: Count
     previous: Previous | None = None
     rows: tuple[LedgerRow, ...] = ()
 
@@ -142,10 +147,10 @@ class Manifest(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     """One committed checkpoint."""
 
     format: int = FORMAT
-    generation: int
-    step: int
+    generation: Count
+    step: Count
     attempt: str
-    world_size: int
+    world_size: Count
     tensors: dict[str, TensorMeta] = {}
     aliases: dict[str, str] = {}
     objects: tuple[DataObject, ...] = ()
@@ -215,9 +220,19 @@ class _Header(msgspec.Struct):
     format: int
 
 
+_SEAL = re.compile(rb',"checksum":"([0-9a-f]{16})"\}\Z')
+"""The end of a manifest: the xxh3-64 of all bytes before it."""
+_SEAL_NBYTES = len(b',"checksum":""}') + 16
+
+
 def encode(value: msgspec.Struct) -> bytes:
-    """Canonical bytes: the same value always gives the same bytes."""
-    return msgspec.json.encode(value, order="deterministic")
+    """Canonical bytes: the same value always gives the same bytes. A manifest gets a checksum of its own as its last field, so
+    that a bit flipped in a place or a plain value does not go unnoticed."""
+    data = msgspec.json.encode(value, order="deterministic")
+    if isinstance(value, Manifest):
+        body = data[:-1]
+        return body + b',"checksum":"%s"}' % xxhash.xxh3_64_hexdigest(body).encode()
+    return data
 
 
 def decode(kind: type[_T], data: bytes, *, key: str) -> _T:
@@ -225,15 +240,31 @@ def decode(kind: type[_T], data: bytes, *, key: str) -> _T:
 
     Raises:
         FormatError: it was written by a newer format.
-        DamagedError: it is not JSON, or not a `kind`.
+        DamagedError: it is not JSON, or not a `kind`; or a manifest whose checksum is missing or differs.
     """
     check_format(data, key=key)
+    if kind is Manifest:
+        _require_seal(data, key)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as e:
         raise DamagedError(
             f"{key} is no {kind.__name__}: {e}; run `ckpt verify`, or load an older step", key=key
         ) from e
+
+
+def _require_seal(data: bytes, key: str) -> None:
+    found = _SEAL.search(data, max(0, len(data) - _SEAL_NBYTES))
+    if found is None:
+        raise DamagedError(
+            f"{key} ({len(data)} bytes) does not end with its checksum: run `ckpt verify`, or load an older step",
+            key=key,
+        )
+    if xxhash.xxh3_64_hexdigest(data[: found.start()]).encode() != found[1]:
+        raise DamagedError(
+            f"{key} ({len(data)} bytes) does not match its checksum: run `ckpt verify`, or load an older step",
+            key=key,
+        )
 
 
 def check_format(data: bytes, *, key: str) -> None:

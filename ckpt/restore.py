@@ -1,60 +1,51 @@
-"""Reading committed checkpoints: manifests, ledgers, and the bytes of any box of any tensor. (torch only in `fill`)
+"""Reading committed checkpoints: manifests, ledgers, and a whole state. Torch-free on import; `restore_committed` imports it.
 
-A load reads, of each object, the blocks that hold what this rank needs, in runs of neighbouring blocks, several at a
-time; every block is checked before its bytes go anywhere.
+How bytes are read is in readplan.py (who reads what), reading.py (verified blocks), sharing.py (passing on) and fetching.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import xxhash
 
-from surefoot.ckpt.boxes import Box, intersect, span
-from surefoot.ckpt.errors import DamagedError, StateMismatchError, StepMissingError
-from surefoot.ckpt.image import block_sums
-from surefoot.ckpt.manifest import (
-    DataObject,
-    Ledger,
-    LedgerRow,
-    Manifest,
-    Piece,
-    Previous,
-    TensorMeta,
-    decode,
-    manifest_key,
-)
-from surefoot.ckpt.plan import ITEMSIZES, coalesce
+from surefoot.ckpt.errors import DamagedError, StepMissingError
+from surefoot.ckpt.manifest import Ledger, LedgerRow, Manifest, Previous, decode, manifest_key
+from surefoot.ckpt.reading import read_blocks as read_blocks
 from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
+from surefoot.ckpt.sound import require_sound
 from surefoot.ckpt.staging import Exchange, Restored
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
 
-if TYPE_CHECKING:
-    from surefoot.ckpt.state import Leaf, Want
-
 BATCH_NBYTES = 64 * 2**20
-"""Bytes fetched before they are copied: bounds a load's own memory to READERS times this (or one larger piece)."""
-READERS = 4
-"""Batches in flight. One S3 connection gives 60 to 110 MB/s; four fill what two cores can check."""
+"""What those who read whole objects take at once."""
 
 
 def read_manifest(store: ObjectStore, generation: int, step: int) -> Manifest:
     """Raises: StepMissingError, FormatError, DamagedError, ObjectStore…Error."""
-    key = manifest_key(generation, step)
+    return decode_manifest(read_manifest_bytes(store, generation, step), generation, step)
+
+
+def read_manifest_bytes(store: ObjectStore, generation: int, step: int) -> bytes:
+    """Raises: StepMissingError, ObjectStore…Error."""
     try:
-        manifest = decode(Manifest, store.read(key), key=key)
+        return store.read(manifest_key(generation, step))
     except ObjectMissingError as e:
         raise StepMissingError(
             f"{store.root} has no checkpoint of step {step}, generation {generation}; `ckpt ls` shows what it has"
         ) from e
+
+
+def decode_manifest(data: bytes, generation: int, step: int) -> Manifest:
+    """The manifest that is to be of this generation and step. Raises: FormatError, DamagedError."""
+    key = manifest_key(generation, step)
+    manifest = decode(Manifest, data, key=key)
     if (manifest.generation, manifest.step) != (generation, step):
         raise DamagedError(
             f"{key} calls itself step {manifest.step} of generation {manifest.generation}", key=key
         )
+    require_sound(manifest)
     return manifest
 
 
@@ -112,171 +103,6 @@ def _counting(records: Mapping[int, Record], head: int, rows: Sequence[LedgerRow
     return [r for r in rows if on_lineage(records, head, r.generation, r.step)]
 
 
-# ---------------------------------------------------------------- bytes of tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Copy `part` of a piece, bytes begin .. end - 1 of the data section, into `leaf`."""
-
-    leaf: Leaf
-    piece: Box
-    part: Box
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """Parts of one object that are fetched together."""
-
-    source: DataObject
-    parts: tuple[_Part, ...]
-
-
-class ManifestSource:
-    """A load's `Source` that reads a committed checkpoint."""
-
-    def __init__(self, store: ObjectStore, manifest: Manifest) -> None:
-        self._store = store
-        self._manifest = manifest
-
-    @property
-    def label(self) -> str:
-        m = self._manifest
-        return f"the checkpoint of step {m.step}, generation {m.generation}, in {self._store.root}"
-
-    @property
-    def tensors(self) -> Mapping[str, TensorMeta]:
-        return self._manifest.tensors
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        return self._manifest.aliases
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return self._manifest.values
-
-    def fill(self, wants: Sequence[Want]) -> None:
-        """Raises: DamagedError (naming the object), StateMismatchError (the manifest does not cover a tensor), ObjectStore…Error."""
-        from surefoot.ckpt.state import fill_part
-
-        batches = list(self._batches(wants))
-        with ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="ckpt-read") as pool:
-            for batch, blocks in zip(batches, _ahead(pool, self._fetch, batches), strict=True):
-                for p in batch.parts:
-                    raw = blocks.bytes(p.begin, p.end)
-                    fill_part(p.leaf, p.piece, p.part, raw)
-
-    def _batches(self, wants: Sequence[Want]) -> Iterator[_Batch]:
-        wanted: dict[str, list[Want]] = {}
-        for want in wants:
-            wanted.setdefault(want.stored, []).append(want)
-        filled: dict[int, int] = {}
-        for source in self._manifest.objects:
-            parts: list[_Part] = []
-            for piece in source.pieces:
-                for want in wanted.get(piece.name, ()):
-                    for part in _parts(want.leaf, piece):
-                        parts.append(part)
-                        filled[id(want)] = filled.get(id(want), 0) + part.part.numel
-            yield from _batched(source, sorted(parts, key=lambda p: p.begin))
-        for want in wants:
-            if filled.get(id(want), 0) != sum(h.box.numel for h in want.leaf.held):
-                raise StateMismatchError(
-                    f"{self.label} does not hold all of {want.stored}: its manifest is damaged"
-                )
-
-    def _fetch(self, batch: _Batch) -> _Blocks:
-        source, size = batch.source, batch.source.block_nbytes
-        needed = {b for p in batch.parts for b in range(p.begin // size, -(-p.end // size))}
-        runs: list[tuple[int, bytes]] = []
-        for first, stop in coalesce(needed, count_max=max(1, BATCH_NBYTES // size)):
-            runs.append((first * size, read_blocks(self._store, source, first, stop)))
-        return _Blocks(runs)
-
-
-class _Blocks:
-    """Verified runs of one data section."""
-
-    def __init__(self, runs: list[tuple[int, bytes]]) -> None:
-        self._runs = runs
-
-    def bytes(self, begin: int, end: int) -> memoryview | bytes:
-        """Bytes begin .. end - 1 of the section; they were fetched."""
-        found: list[memoryview] = []
-        for at, data in self._runs:
-            a, b = max(begin, at), min(end, at + len(data))
-            if a < b:
-                found.append(memoryview(data)[a - at : b - at])
-        return found[0] if len(found) == 1 else b"".join(found)
-
-
-def read_blocks(store: ObjectStore, source: DataObject, first: int, stop: int) -> bytes:
-    """Blocks first .. stop - 1 of an object's data section, verified.
-
-    Raises DamagedError naming the object and the block.
-    """
-    size = source.block_nbytes
-    begin, end = first * size, min(stop * size, source.data_nbytes)
-    try:
-        data = store.read(source.key, source.data_start + begin, end - begin)
-    except ObjectMissingError as e:
-        raise DamagedError(f"{store.root}/{source.key} is missing; load an older step", key=source.key) from e
-    if len(data) != end - begin:
-        raise DamagedError(
-            f"{store.root}/{source.key} ends after {source.data_start + begin + len(data)} bytes of {source.size}; load an older step",
-            key=source.key,
-        )
-    for i, found in enumerate(block_sums(memoryview(data), size), start=first):
-        if i >= len(source.checksums) or found != source.checksums[i]:
-            expected = source.checksums[i] if i < len(source.checksums) else "missing"
-            raise DamagedError(
-                f"{store.root}/{source.key}: block {i} (bytes {source.data_start + i * size} on) has checksum {found} instead of "
-                f"{expected}; load an older step",
-                key=source.key,
-            )
-    return data
-
-
-def _parts(leaf: Leaf, piece: Piece) -> Iterator[_Part]:
-    box = Box(piece.offset, piece.extent)
-    for held in leaf.held:
-        if (part := intersect(held.box, box)) is not None:
-            a, b = span(box, part, ITEMSIZES[leaf.meta.dtype])
-            yield _Part(leaf=leaf, piece=box, part=part, begin=piece.at + a, end=piece.at + b)
-
-
-def _batched(source: DataObject, parts: Sequence[_Part]) -> Iterator[_Batch]:
-    """Cut into batches of BATCH_NBYTES; a larger part is a batch of its own."""
-    batch: list[_Part] = []
-    for p in parts:
-        if batch and p.end - batch[0].begin > BATCH_NBYTES:
-            yield _Batch(source=source, parts=tuple(batch))
-            batch = []
-        batch.append(p)
-    if batch:
-        yield _Batch(source=source, parts=tuple(batch))
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, fetch: Callable[[_Batch], _Blocks], batches: Iterable[_Batch]
-) -> Iterator[_Blocks]:
-    """`fetch` of each batch in order, READERS of them under way."""
-    under_way: deque[Future[_Blocks]] = deque()
-    try:
-        for batch in batches:
-            under_way.append(pool.submit(fetch, batch))
-            if len(under_way) == READERS:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        for future in under_way:
-            future.cancel()
-
-
 # ---------------------------------------------------------------- a whole state
 
 
@@ -290,19 +116,27 @@ def restore_committed(
     world_size: int,
     exchange: Exchange,
 ) -> Restored:
-    """Fill `state` from a committed checkpoint, whatever layout wrote it. Each rank reads what it needs; nothing is collective.
+    """Fill `state` from a committed checkpoint, whatever layout wrote it. Collective: all ranks restore the same one.
+
+    Every byte that is needed is read once per job; where torch.distributed is initialised with these ranks, its default group
+    passes on what several of them need.
 
     Args:
-        exchange: not called: reserved for ranks that share what they read.
+        exchange: all-gather of a few bytes over all ranks; not called for a world of one.
 
     Raises:
-        StepMissingError, FormatError, DamagedError, StateMismatchError, ObjectStore…Error. Falls back to nothing by itself.
+        StepMissingError, FormatError: there is no such checkpoint, or it is from a newer version.
+        DamagedError: the same on all ranks, naming the object and the rank that found it.
+        StateMismatchError, ObjectStore…Error: on the rank that it is about; ElsewhereError on the others.
+        Falls back to nothing by itself.
     """
-    from surefoot.ckpt.state import load_into
+    from surefoot.ckpt.fetching import load_together, shared_manifest
+    from surefoot.ckpt.sharing import party_of
 
     store = open_store(url_or_store) if isinstance(url_or_store, str) else url_or_store
-    manifest = read_manifest(store, generation, step)
-    load_into(state, ManifestSource(store, manifest))
+    party = party_of(rank, world_size, exchange)
+    manifest = shared_manifest(store, party, generation, step)
+    load_together(store, manifest, party, state)
     return restored_of(manifest, rank, world_size)
 
 

@@ -1,0 +1,116 @@
+"""Reading blocks of data objects into memory that is there already, and checking them. Torch-free.
+
+A block's checksum covers all of it, and is known only when all of it has been read: what was read straight into its place
+is then there, right or wrong. From a store close by (`nearby`) a block is read in steps that are hashed while they are in
+the processor's cache; from one far away all of a segment is fetched with one request. A block that differs from its checksum
+is read once more before it counts as damaged: it may have been the way, and not the store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from surefoot.ckpt.errors import DamagedError
+from surefoot.ckpt.manifest import DataObject
+from surefoot.ckpt.store import ObjectMissingError, ObjectStore
+
+_log = logging.getLogger(__name__)
+
+STEP_NBYTES = 512 * 2**10
+"""Read, then hashed out of the second-level cache (2 MiB here): 3.6 GB/s, of 4.25 without hashing and 3.0 in steps of 4 MiB."""
+
+
+def read_blocks(store: ObjectStore, source: DataObject, first: int, stop: int) -> bytearray:
+    """Blocks first .. stop - 1 of an object's data section, verified. Raises as `read_into`."""
+    size = source.block_nbytes
+    data = bytearray(min(stop * size, source.data_nbytes) - first * size)
+    read_into(store, source, first, stop, [memoryview(data)])
+    return data
+
+
+def read_into(
+    store: ObjectStore, source: DataObject, first: int, stop: int, views: Sequence[memoryview]
+) -> None:
+    """Fill `views` in order with blocks first .. stop - 1 of an object's data section (the last may be short), and verify them.
+
+    Raises:
+        DamagedError: naming the object, and the block or what is missing. The views then hold anything.
+        ObjectStore…Error.
+    """
+    size = source.block_nbytes
+    begin, end = first * size, min(stop * size, source.data_nbytes)
+    nearby = getattr(store, "nearby", False)
+    if not nearby:
+        _fetch(store, source, begin, end - begin, views)
+    for i, block in enumerate(_cut(views, size), start=first):
+        found = _stepwise(store, source, i * size, block) if nearby else _hash(block)
+        _require_sum(store, source, i, block, found)
+
+
+def _require_sum(
+    store: ObjectStore, source: DataObject, i: int, block: Sequence[memoryview], found: str
+) -> None:
+    at = i * source.block_nbytes
+    expected = source.checksums[i] if i < len(source.checksums) else ""
+    if found != expected and expected:
+        _log.warning("%s/%s: block %d differs from its checksum; reading it again", store.root, source.key, i)
+        _fetch(store, source, at, sum(map(len, block)), block)
+        found = _hash(block)
+    if found != expected:
+        raise DamagedError(
+            f"{store.root}/{source.key}: block {i} (bytes {source.data_start + at} on) has checksum {found} instead of "
+            f"{expected or 'one that is missing'}; load an older step",
+            key=source.key,
+        )
+
+
+def _stepwise(store: ObjectStore, source: DataObject, at: int, block: Sequence[memoryview]) -> str:
+    running = xxhash.xxh3_64()
+    for step in _cut(block, STEP_NBYTES):
+        nbytes = sum(map(len, step))
+        _fetch(store, source, at, nbytes, step)
+        for view in step:
+            running.update(view)
+        at += nbytes
+    return running.hexdigest()
+
+
+def _hash(block: Sequence[memoryview]) -> str:
+    running = xxhash.xxh3_64()
+    for view in block:
+        running.update(view)
+    return running.hexdigest()
+
+
+def _fetch(
+    store: ObjectStore, source: DataObject, begin: int, nbytes: int, views: Sequence[memoryview]
+) -> None:
+    try:
+        found = store.read_into(source.key, source.data_start + begin, views)
+    except ObjectMissingError as e:
+        raise DamagedError(f"{store.root}/{source.key} is missing; load an older step", key=source.key) from e
+    if found != nbytes:
+        raise DamagedError(
+            f"{store.root}/{source.key} ends after {source.data_start + begin + found} bytes of {source.size}; load an older step",
+            key=source.key,
+        )
+
+
+def _cut(views: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
+    """The same memory as runs of `nbytes`; the last may be short."""
+    run: list[memoryview] = []
+    room = nbytes
+    for view in views:
+        while len(view) >= room:
+            run.append(view[:room])
+            view = view[room:]
+            yield run
+            run, room = [], nbytes
+        if len(view):
+            run.append(view)
+            room -= len(view)
+    if run:
+        yield run
