@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from surefoot.ckpt.declared import Boxes, PerRank
     from surefoot.ckpt.exporting import export
     from surefoot.ckpt.inspect import steps
     from surefoot.ckpt.loading import Loaded, read
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from surefoot.ckpt.verifying import Report, verify
 
 __all__ = [
+    "Boxes",
     "Checkpointer",
     "Loaded",
     "Manifest",
+    "PerRank",
     "Report",
     "SaveHandle",
     "export",
@@ -37,6 +40,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Boxes": "declared",
+    "PerRank": "declared",
     "Checkpointer": "saving",
     "SaveHandle": "saving",
     "save": "saving",

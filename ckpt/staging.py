@@ -106,14 +106,14 @@ class Stager:
 
         Raises StateError.
         """
-        return self._nbytes(self._live.collect(self._state))
+        return self._nbytes(self._live.collect(self._state, self._rank))
 
     def survey(self) -> tuple[int, str]:
         """`nbytes`, and a hash of the layout: where any rank's is new, all must `forget` theirs before they stage.
 
         For callers whose ranks tell each other something before each save anyway. Raises StateError.
         """
-        found = self._live.collect(self._state)
+        found = self._live.collect(self._state, self._rank)
         layout = msgspec.json.encode([[leaf.layout() for leaf in found.leaves.values()], found.aliases])
         return self._nbytes(found), xxhash.xxh3_64_hexdigest(layout)
 
@@ -141,7 +141,7 @@ class Stager:
             CoverageError: the ranks' shards do not make up whole tensors.
             SlotTooSmallError: `nbytes` says more; the slot stays without a seal.
         """
-        found = self._live.collect(self._state)
+        found = self._live.collect(self._state, self._rank)
         layout = self._layout_of(found.leaves, found.aliases)
         writer = ImageWriter(buf, layout.structure, layout.encoded)
         with writer.begin() as data:
@@ -172,7 +172,7 @@ class Stager:
                 f"load the checkpoint instead, which fits any number of ranks"
             )
         with buf.cast("B") as view, data_view(view, info.meta.structure) as data:
-            self._live.load_into(self._state, ImageSource(info, data))
+            self._live.load_into(self._state, ImageSource(info, data), rank=self._rank)
         return Restored(
             generation=info.generation,
             step=info.step,
@@ -288,6 +288,13 @@ class ImageSource:
     @property
     def values(self) -> Mapping[str, Any]:
         return self._info.meta.values
+
+    def where(self, name: str) -> str:
+        return "that snapshot"
+
+    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: str) -> Sequence[str]:
+        """Every rank restores its own snapshot: nothing in it is another's."""
+        return unused
 
     def fill(self, wants: Sequence[Want]) -> None:
         """Raises StateMismatchError where this rank now holds other parts of a tensor than it did."""

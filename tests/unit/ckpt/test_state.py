@@ -365,7 +365,7 @@ def test_a_modules_extra_state() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"s": {1, 2}}, "^s: a value of type builtins.set"),
+        ({"s": {1, object}}, "^s: .*cannot be stored as a key or in a set"),
         ({"a": {"b": object()}}, r"^a\.b: "),
         ({"a.b": 1, "a": {"b": 2}}, "two entries of the state are called a.b"),
         ({"t": torch.eye(3).to_sparse()}, "^t: .*sparse"),
@@ -390,7 +390,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(w=torch.ones(2, 3).double()), "float64"),
         (
             changed(w=..., weight=torch.ones(2, 3)),
-            "weight is not in the checkpoint.*; w is in the checkpoint and not in the state",
+            "weight is not in the checkpoint.*; w is in the checkpoint and not in the state .float32.2, 3., in",
         ),
         (changed(lr=...), "lr is in the checkpoint and not in the state"),
         (changed(learning=0), "learning is not in the checkpoint"),
@@ -422,7 +422,7 @@ def test_groups_that_were_built_otherwise() -> None:
 
 def test_a_checkpoint_without_the_optimizer() -> None:
     buf = snapshot({"model": build()["model"]})
-    with pytest.raises(StateMismatchError, match=r"optim .an optimizer, of which nothing was saved"):
+    with pytest.raises(StateMismatchError, match=r"optim is not in the checkpoint .an optimizer, of which nothing was saved"):
         stager(build()).restore(buf)
 
 
