@@ -29,6 +29,7 @@ from surefoot.ckpt.manifest import (
     part_key,
 )
 from surefoot.ckpt.merge import merge_parts
+from surefoot.ckpt.piecetable import needs_table, stored_form, with_table
 from surefoot.ckpt.record import highest_record, list_manifests, read_record
 from surefoot.ckpt.store import (
     ObjectExistsError,
@@ -134,7 +135,7 @@ def _prepare(
         manifest, rows = merge_parts(
             parts, sizes, generation=generation, step=step, attempt=attempt, facts=facts
         )
-        return _with_ledger(store, manifest, rows)
+        return _with_ledger(store, _with_table(store, manifest), rows)
     except ObjectStoreDeniedError:
         raise
     except (CkptError, ObjectStoreError) as e:
@@ -165,6 +166,16 @@ def _await_parts(
             )
         time.sleep(pause_s)  # an object store has no watch: it can only be asked again
         pause_s = min(2 * pause_s, LONGEST_POLL_S)
+
+
+def _with_table(store: ObjectStore, manifest: Manifest) -> Manifest:
+    """Store the pieces beside the manifest to be, where they are too many to stand in it."""
+    if not needs_table(manifest):
+        return manifest
+    manifest, data = with_table(manifest)
+    assert manifest.table is not None, "it was given one"
+    create_or_recognise(store, manifest.table.key, data)
+    return manifest
 
 
 def _with_ledger(store: ObjectStore, manifest: Manifest, rows: tuple[LedgerRow, ...]) -> Manifest:
@@ -220,7 +231,7 @@ def _ledger_of(store: ObjectStore, generation: int, step: int) -> LedgerRef | No
 
 
 def _create_manifest(store: ObjectStore, manifest: Manifest, give_up: float) -> Committed | Lost | GivenUp:
-    key, data = manifest_key(manifest.generation, manifest.step), encode(manifest)
+    key, data = manifest_key(manifest.generation, manifest.step), encode(stored_form(manifest))
     unknown: ObjectUnknownError | None = None
     while True:
         try:

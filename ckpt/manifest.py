@@ -125,6 +125,14 @@ class LedgerRef(_Stored, frozen=True, kw_only=True):
     checksum: str
 
 
+class TableRef(_Stored, frozen=True, kw_only=True):
+    """Points to the table of pieces (piecetable.py) and fixes its content."""
+
+    key: str
+    size: Count
+    checksum: str
+
+
 class Previous(_Stored, frozen=True, kw_only=True):
     """The lineage's checkpoint before this one; `ledger` is None where its manifest could not be read."""
 
@@ -159,6 +167,8 @@ class Manifest(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     extras: dict[str, dict[str, Any]] = {}
     """A rank's extra by rank (as a decimal string), where it gave one."""
     ledger: LedgerRef | None = None
+    table: TableRef | None = None
+    """Where the objects' pieces are, in a checkpoint of very many: whoever reads the manifest gets them from there."""
     facts: dict[str, Any] = {}
     """What the committer wants known: who, when, how long. Never needed for a load."""
 
@@ -199,6 +209,10 @@ def part_key(generation: int, step: int, attempt: str, writer: int) -> str:
 
 def ledger_key(generation: int, step: int, attempt: str) -> str:
     return attempt_prefix(generation, step, attempt) + "ledger.json"
+
+
+def table_key(generation: int, step: int, attempt: str) -> str:
+    return attempt_prefix(generation, step, attempt) + "pieces.parquet"
 
 
 def manifest_refs(keys: Iterable[str]) -> list[ManifestRef]:

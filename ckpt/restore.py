@@ -12,6 +12,7 @@ import xxhash
 
 from surefoot.ckpt.errors import DamagedError, StepMissingError
 from surefoot.ckpt.manifest import Ledger, LedgerRow, Manifest, Previous, decode, manifest_key
+from surefoot.ckpt.piecetable import filled_from_table, require_table_key
 from surefoot.ckpt.reading import read_blocks as read_blocks
 from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
 from surefoot.ckpt.sound import require_sound
@@ -28,24 +29,53 @@ def read_manifest(store: ObjectStore, generation: int, step: int) -> Manifest:
 
 
 def read_manifest_bytes(store: ObjectStore, generation: int, step: int) -> bytes:
-    """Raises: StepMissingError, ObjectStore…Error."""
+    """A manifest, with the table of its pieces behind it where it has one: what `decode_manifest` takes.
+
+    Raises: StepMissingError, FormatError, DamagedError, ObjectStore…Error.
+    """
+    key = manifest_key(generation, step)
     try:
-        return store.read(manifest_key(generation, step))
+        data = store.read(key)
     except ObjectMissingError as e:
         raise StepMissingError(
             f"{store.root} has no checkpoint of step {step}, generation {generation}; `ckpt ls` shows what it has"
         ) from e
+    manifest = _decode_own(data, generation, step)
+    if manifest.table is None:
+        return data
+    require_table_key(manifest, key)
+    try:
+        table = store.read(manifest.table.key)
+    except ObjectMissingError as e:
+        raise DamagedError(
+            f"{store.root}/{manifest.table.key} is missing; load an older step", key=manifest.table.key
+        ) from e
+    return _TABLE_FOLLOWS + len(data).to_bytes(8, "little") + data + table
+
+
+_TABLE_FOLLOWS = b"T"
+"""Begins what has a table, and a manifest does not begin with it. Then 8 bytes with the manifest's length, manifest, table."""
 
 
 def decode_manifest(data: bytes, generation: int, step: int) -> Manifest:
     """The manifest that is to be of this generation and step. Raises: FormatError, DamagedError."""
+    if data[:1] != _TABLE_FOLLOWS:
+        manifest = _decode_own(data, generation, step)
+    else:
+        end = 9 + int.from_bytes(data[1:9], "little")
+        manifest = filled_from_table(_decode_own(data[9:end], generation, step), data[end:])
+    require_sound(manifest)
+    return manifest
+
+
+def _decode_own(data: bytes, generation: int, step: int) -> Manifest:
+    """As stored: without what its table holds."""
     key = manifest_key(generation, step)
     manifest = decode(Manifest, data, key=key)
     if (manifest.generation, manifest.step) != (generation, step):
         raise DamagedError(
             f"{key} calls itself step {manifest.step} of generation {manifest.generation}", key=key
         )
-    require_sound(manifest)
     return manifest
 
 
