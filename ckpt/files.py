@@ -7,10 +7,13 @@ succeeds. (O_EXCL would leave a torn object after a kill; rename would overwrite
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +25,18 @@ from surefoot.ckpt.store import (
     ObjectStoreDeniedError,
     ObjectStoreError,
     ObjectStoreUnavailableError,
+    Unfinished,
     check_key,
+    require_size,
 )
 from surefoot.failpoint import failpoint
 
+PREALLOCATE_NBYTES = 2**20
+"""Smaller files are written at once: nothing to gain."""
+OPEN_READERS = 16
+"""How many descriptors a store keeps for `read_into`: a load reads few objects at a time, each in many steps."""
+NAME_MAX, IOV_MAX = 255, 1024
+"""Linux' limits: bytes of a file's name, buffers of one preadv."""
 _TRIES = 5
 """Deleting removes folders that became empty, and may take one away between its making and its first file."""
 
@@ -33,37 +44,70 @@ _TRIES = 5
 class FileObjectStore:
     """See the module and `ObjectStore`. `folder` is made by the first creation."""
 
+    nearby = True
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._readers: OrderedDict[str, _Reader] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def root(self) -> str:
         return self._folder.as_uri()
 
     def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        upload = self.upload(key, memoryview(data).nbytes, deadline_s=0.0)
+        try:
+            upload.put(memoryview(data))
+            upload.finish()
+        finally:
+            upload.abort()
+
+    def upload(self, key: str, size: int, *, deadline_s: float) -> FileUpload:
+        """No deadline is kept: the kernel gives a process no way out of a file system that hangs."""
         path = self._path(key)
-        with self._mapped("create", key):
-            for _ in range(_TRIES - 1):
-                try:
-                    return _create(path, data)
-                except FileNotFoundError:
-                    continue  # the folder went away: see _TRIES
-            return _create(path, data)
+        with self.mapped("create", key):
+            return FileUpload(self, key, path, size)
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        with self._mapped("read", key), open(self._path(key), "rb") as f:
+        with self.mapped("read", key), open(self._path(key), "rb") as f:
             f.seek(start)
             return f.read(-1 if length is None else length)
 
+    def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        with self.mapped("read", key):
+            return _read_into(self._reader(key).fd, start, views)
+
     def list(self, prefix: str) -> list[ObjectInfo]:
-        folder, _, _ = prefix.rpartition("/")
-        with self._mapped("list", prefix):
-            found = _walk(os.path.join(self._folder, folder), folder + "/" if folder else "")
-            return sorted((o for o in found if o.key.startswith(prefix)), key=lambda o: o.key)
+        found = [
+            ObjectInfo(folder + name, status.st_size)
+            for folder, name, status in self._files(prefix)
+            if not name.startswith(TEMPORARY_PREFIX) and (folder + name).startswith(prefix)
+        ]
+        return sorted(found, key=lambda o: o.key)
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        found = [
+            Unfinished(key=folder + _intended(name), token=folder + name, begun_at=status.st_mtime)
+            for folder, name, status in self._files(prefix)
+            if name.startswith(TEMPORARY_PREFIX)
+        ]
+        return sorted((u for u in found if u.key.startswith(prefix)), key=lambda u: (u.key, u.token))
+
+    def discard(self, unfinished: Unfinished) -> None:
+        folder, _, name = unfinished.token.rpartition("/")
+        if not name.startswith(TEMPORARY_PREFIX):
+            raise ValueError(f"{unfinished.token!r} is no temporary file")
+        self._remove(self._folder / (check_key(folder) if folder else "") / name, unfinished.key)
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
-        with self._mapped("delete", key):
+        with self._lock:
+            self._readers.pop(key, None)
+        self._remove(self._path(key), key)
+
+    def _remove(self, path: Path, key: str) -> None:
+        """The file, and folders that become empty."""
+        with self.mapped("delete", key):
             try:
                 path.unlink()
                 _fsync_folder(path.parent)
@@ -77,11 +121,28 @@ class FileObjectStore:
             except OSError:
                 break  # it is not empty, or somebody else was faster
 
+    def _files(self, prefix: str) -> list[tuple[str, str, os.stat_result]]:
+        """Of the folder that holds whatever starts with `prefix`: see `_walk`."""
+        folder, _, _ = prefix.rpartition("/")
+        with self.mapped("list", prefix):
+            return list(_walk(os.path.join(self._folder, folder), folder + "/" if folder else ""))
+
     def _path(self, key: str) -> Path:
         return self._folder / check_key(key)
 
+    def _reader(self, key: str) -> _Reader:
+        """The object's descriptor, kept while it is among the last few. Objects never change; one may be deleted."""
+        with self._lock:
+            reader = self._readers.pop(key, None)
+            if reader is None or os.fstat(reader.fd).st_nlink == 0:
+                reader = _Reader(self._path(key))
+            self._readers[key] = reader
+            if len(self._readers) > OPEN_READERS:
+                self._readers.popitem(last=False)
+            return reader
+
     @contextmanager
-    def _mapped(self, what: str, key: str) -> Iterator[None]:
+    def mapped(self, what: str, key: str) -> Iterator[None]:
         """Turn an OSError into the typed error that says what to do."""
         try:
             yield
@@ -115,27 +176,136 @@ def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
             return ObjectStoreUnavailableError(said)
 
 
-def _create(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Raises FileExistsError, or FileNotFoundError where the folder was taken away meanwhile."""
-    _make_folder(path.parent)
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(6)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _write_all(fd, data)
-        os.fsync(fd)
-        failpoint("store.before_link")
-        os.link(temporary, path)
-        failpoint("store.after_link")
-    finally:
-        os.close(fd)
-        temporary.unlink(missing_ok=True)
+# ---------------------------------------------------------------- temporaries
+
+
+def _begin(path: Path) -> tuple[int, Path]:
+    """A new temporary beside `path`, open for writing: descriptor and path. Its name tells what it was to become."""
+    for attempt in range(_TRIES):
+        try:
+            _make_folder(path.parent)
+            temporary = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"[:NAME_MAX]
+            return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), temporary
+        except FileNotFoundError:
+            if attempt == _TRIES - 1:
+                raise  # else the folder went away: see _TRIES
+    raise AssertionError("unreachable")
+
+
+def _finish(fd: int, temporary: Path, path: Path) -> None:
+    """Make the temporary durable and give it its name. Raises FileExistsError."""
+    os.fsync(fd)
+    failpoint("store.before_link")
+    os.link(temporary, path)
+    failpoint("store.after_link")
+    temporary.unlink(missing_ok=True)
     _fsync_folder(path.parent)
+
+
+def _intended(name: str) -> str:
+    """The name that the temporary `name` was to get; its own where it does not tell."""
+    _, _, rest = name.removeprefix(TEMPORARY_PREFIX).partition("-")
+    return rest or name
+
+
+def _preallocate(fd: int, size: int) -> None:
+    """Claim the space: a full disk is found before the first byte, and the blocks lie together. Where the file system cannot,
+    nothing happens (posix_fallocate would write to every block instead). Raises OSError: ENOSPC, EDQUOT."""
+    if size < PREALLOCATE_NBYTES or _fallocate(fd, 0, size) == 0:
+        return
+    if (code := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+        raise OSError(code, os.strerror(code))
+
+
+def _fallocate(fd: int, begin: int, nbytes: int) -> int:
+    call = getattr(_LIBC, "fallocate", None)
+    if call is None:
+        return -1
+    return call(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(begin), ctypes.c_int64(nbytes))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class FileUpload:
+    """See `Upload`. Bytes are taken as they are put."""
+
+    def __init__(self, store: FileObjectStore, key: str, path: Path, size: int) -> None:
+        self._store = store
+        self._key = key
+        self._path = path
+        self._size = size
+        self._written = 0
+        self._fd, self._temporary = _begin(path)
+        try:
+            _preallocate(self._fd, size)
+        except OSError:
+            self.abort()
+            raise
+
+    def put(self, data: memoryview) -> None:
+        with self._store.mapped("create", self._key):
+            _write_all(self._fd, data)
+        self._written += data.nbytes
+
+    def drain(self) -> None:
+        """Nothing is kept: see the class."""
+
+    def finish(self) -> None:
+        require_size(self._store.root, self._key, self._written, self._size)
+        with self._store.mapped("create", self._key):
+            _finish(self._fd, self._temporary, self._path)
+        self.abort()
+
+    def abort(self) -> None:
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        try:
+            self._temporary.unlink(missing_ok=True)
+        except OSError:
+            return  # it is found by `unfinished`
 
 
 def _write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(fd, view) :]
+
+
+# ---------------------------------------------------------------- reading
+
+
+class _Reader:
+    """A descriptor that closes when nobody uses it any more: whoever reads holds a reference."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def _read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
+    """preadv until the views are full or the file ends; returns how many bytes came."""
+    left = [view.cast("B") for view in views if view.nbytes]
+    done = 0
+    while left:
+        n = os.preadv(fd, left[:IOV_MAX], start + done)
+        if n == 0:
+            return done
+        done += n
+        while left and n >= len(left[0]):
+            n -= len(left.pop(0))
+        if n:
+            left[0] = left[0][n:]
+    return done
+
+
+# ---------------------------------------------------------------- folders
 
 
 def _make_folder(folder: Path) -> None:
@@ -160,19 +330,18 @@ def _fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
-    """All finished objects below; what vanishes while we look was being deleted, and is passed over."""
+def _walk(folder: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Every file below, temporaries included: the key's folder with its slash, name, status. What vanishes while we look was
+    being deleted, and is passed over."""
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:
-        if entry.name.startswith(TEMPORARY_PREFIX):
-            continue
         try:
             if entry.is_dir():
                 yield from _walk(entry.path, f"{prefix}{entry.name}/")
             elif entry.is_file():
-                yield ObjectInfo(prefix + entry.name, entry.stat().st_size)
+                yield prefix, entry.name, entry.stat()
         except FileNotFoundError:
             continue

@@ -7,6 +7,8 @@ created once, by *conditional creation*, and read or deleted after that.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,8 +49,47 @@ class ObjectInfo:
     size: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """What a creation that was never finished left behind, or one that is still going on; no reader sees it."""
+
+    key: str
+    """The key it was to have."""
+    token: str
+    """What tells it from others of the same key: the id of a multipart upload, the name of a temporary file."""
+    begun_at: float
+    """When it was begun, or last written to: seconds since 1970 by the clock of whoever keeps it."""
+
+
+class Upload(Protocol):
+    """One large object on its way, from one thread. Nothing is visible before `finish`. Made by `ObjectStore.upload`."""
+
+    def put(self, data: memoryview) -> None:
+        """Append bytes. May return before they are taken: `data` must not change until `drain`, `finish` or `abort` returns.
+
+        Raises: as `finish`. After an error only `abort` may be called.
+        """
+        ...
+
+    def drain(self) -> None:
+        """All bytes put so far are taken over, and their buffers may change. Raises as `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Create the object, conditionally and durably. Raises: as `ObjectStore.create`; ValueError where the bytes put are
+        not as many as were announced. After an error call `abort`."""
+        ...
+
+    def abort(self) -> None:
+        """Leave nothing behind, as well as that can be done now. Never raises; may be repeated; after `finish` it does nothing."""
+        ...
+
+
 class ObjectStore(Protocol):
     """See the module. Safe to use from several threads. Never used across a fork."""
+
+    nearby: bool
+    """Small reads cost little: a file system, not a service."""
 
     @property
     def root(self) -> str:
@@ -64,6 +105,29 @@ class ObjectStore(Protocol):
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Bytes start .. start + length - 1, or to the end. Raises: ObjectMissingError, ObjectStore…Error."""
+        ...
+
+    def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        """Fill the views (writable, contiguous, one byte per item) in order with the bytes from `start` on.
+
+        Returns how many bytes there were: fewer than the views hold where the object ends. After an error the views hold anything.
+        Raises: as `read`.
+        """
+        ...
+
+    def upload(self, key: str, size: int, *, deadline_s: float) -> Upload:
+        """Begin to create an object of `size` bytes piece by piece; all of it must be done within `deadline_s` from now.
+
+        Raises: ObjectStoreDeniedError, ObjectStoreUnavailableError. (That the key is taken may be found only by `finish`.)
+        """
+        ...
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        """Creations below `prefix` (as `list`) that were begun and not finished, others' and live ones included."""
+        ...
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Do away with one of them; whoever is still at it will fail. One that is gone is no error."""
         ...
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -121,9 +185,13 @@ def open_store(url: str, *, deadline_s: float = 30.0) -> ObjectStore:
 class MemoryObjectStore:
     """A model of an object store, for tests and for one process only."""
 
+    nearby = True
+
     def __init__(self, root: str = "memory://") -> None:
         self._root = root
         self._objects: dict[str, bytes] = {}
+        self._uploads: dict[str, Unfinished] = {}
+        self._begun = 0
         self._lock = threading.Lock()
 
     @property
@@ -142,6 +210,30 @@ class MemoryObjectStore:
                 raise ObjectMissingError(f"{self._root}: there is no {key}")
             return data[start : None if length is None else start + length]
 
+    def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        data = memoryview(self.read(key, start, sum(map(len, views))))
+        at = 0
+        for view in views:
+            part = data[at : at + len(view)]
+            view[: len(part)] = part
+            at += len(part)
+        return at
+
+    def upload(self, key: str, size: int, *, deadline_s: float) -> Upload:
+        with self._lock:
+            self._begun += 1
+            begun = Unfinished(key=check_key(key), token=str(self._begun), begun_at=time.time())
+            self._uploads[begun.token] = begun
+        return _MemoryUpload(self, begun, size)
+
+    def unfinished(self, prefix: str) -> list[Unfinished]:
+        with self._lock:
+            return [u for u in self._uploads.values() if u.key.startswith(prefix)]
+
+    def discard(self, unfinished: Unfinished) -> None:
+        with self._lock:
+            self._uploads.pop(unfinished.token, None)
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         with self._lock:
             return [ObjectInfo(k, len(v)) for k, v in sorted(self._objects.items()) if k.startswith(prefix)]
@@ -149,3 +241,42 @@ class MemoryObjectStore:
     def delete(self, key: str) -> None:
         with self._lock:
             self._objects.pop(check_key(key), None)
+
+
+class _MemoryUpload:
+    """See `Upload`. It keeps the views until `drain`, so that a test finds a caller who changes them too early."""
+
+    def __init__(self, store: MemoryObjectStore, begun: Unfinished, size: int) -> None:
+        self._store = store
+        self._begun = begun
+        self._size = size
+        self._data = bytearray()
+        self._kept: list[memoryview] = []
+
+    def put(self, data: memoryview) -> None:
+        self._kept.append(data)
+
+    def drain(self) -> None:
+        for view in self._kept:
+            self._data += view
+        self._kept.clear()
+
+    def finish(self) -> None:
+        self.drain()
+        require_size(self._store.root, self._begun.key, len(self._data), self._size)
+        if self._begun not in self._store.unfinished(""):
+            raise ObjectStoreUnavailableError(
+                f"{self._store.root}: the upload of {self._begun.key} was discarded"
+            )
+        self._store.create(self._begun.key, self._data)
+        self.abort()
+
+    def abort(self) -> None:
+        self._kept.clear()
+        self._store.discard(self._begun)
+
+
+def require_size(root: str, key: str, found: int, announced: int) -> None:
+    """Raises ValueError: an upload was given other bytes than were announced."""
+    if found != announced:
+        raise ValueError(f"{root}: {found} bytes were put to {key}, and {announced} announced")

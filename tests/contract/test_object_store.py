@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from surefoot.ckpt.s3 import S3ObjectStore
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
     ObjectStore,
+    ObjectStoreError,
+    Upload,
     open_store,
 )
 
@@ -26,7 +30,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         case "file":
             return open_store((tmp_path / "root").as_uri())
         case _:
-            return open_store(request.getfixturevalue("s3_url"))
+            bucket, _, prefix = request.getfixturevalue("s3_url").removeprefix("s3://").partition("/")
+            return S3ObjectStore(bucket, prefix, deadline_s=30.0, part_nbytes=5 * 2**20)
 
 
 def test_what_was_created_is_read(store: ObjectStore) -> None:
@@ -137,3 +142,129 @@ def race(store: ObjectStore, key: str, n: int) -> list[bool]:
 def test_root_is_a_url_without_a_slash_at_its_end(store: ObjectStore) -> None:
     assert "://" in store.root
     assert not store.root.removesuffix("://").endswith("/")
+
+
+# ---------------------------------------------------------------- read_into
+
+
+@pytest.mark.parametrize(
+    ("start", "sizes", "expected", "count"),
+    [
+        (0, (3,), b"012", 3),
+        (2, (1, 0, 4), b"23456", 5),
+        (7, (2, 5), b"789", 3),
+        (10, (4,), b"", 0),
+        (99, (1, 2), b"", 0),
+        (0, (), b"", 0),
+    ],
+)
+def test_read_into_fills_the_views_in_order(
+    store: ObjectStore, start: int, sizes: tuple[int, ...], expected: bytes, count: int
+) -> None:
+    store.create("k", b"0123456789")
+    buffers = [bytearray(b"-" * n) for n in sizes]
+    assert store.read_into("k", start, [memoryview(b) for b in buffers]) == count
+    assert b"".join(buffers)[:count] == expected
+    assert set(b"".join(buffers)[count:]) <= set(b"-")
+
+
+def test_read_into_of_a_missing_object(store: ObjectStore) -> None:
+    store.create("k", b"x")
+    buffer = bytearray(1)
+    assert store.read_into("k", 0, [memoryview(buffer)]) == 1
+    store.delete("k")
+    with pytest.raises(ObjectMissingError, match="k"):
+        store.read_into("k", 0, [memoryview(buffer)])
+    with pytest.raises(ObjectMissingError, match="other"):
+        store.read_into("other", 0, [memoryview(buffer)])
+
+
+# ---------------------------------------------------------------- upload
+
+
+@pytest.mark.parametrize("nbytes", [0, 1000, 12 * 2**20 + 5])
+def test_an_upload_is_there_when_it_is_finished_and_not_before(store: ObjectStore, nbytes: int) -> None:
+    """With parts of 5 MiB the last one is several of them, put in pieces that fit none."""
+    data = bytes(range(251)) * (nbytes // 251 + 1)
+    view = memoryview(data)[:nbytes]
+    upload = store.upload("d/k", nbytes, deadline_s=60.0)
+    for at in range(0, nbytes, 7 * 2**20 + 3):
+        upload.put(view[at : at + 7 * 2**20 + 3])
+    assert store.list("") == []
+    upload.finish()
+    upload.abort()
+    assert store.list("") == [ObjectInfo("d/k", nbytes)]
+    assert store.read("d/k") == view
+    assert store.unfinished("") == []
+
+
+def test_after_draining_the_buffers_may_change(store: ObjectStore) -> None:
+    buffer = bytearray(b"a" * (6 * 2**20))
+    upload = store.upload("k", 4 * len(buffer), deadline_s=60.0)
+    for letter in b"abcd":
+        buffer[:] = bytes([letter]) * len(buffer)
+        upload.put(memoryview(buffer))
+        upload.drain()
+    buffer[:] = bytes(len(buffer))
+    upload.finish()
+    data = store.read("k")
+    assert [data.count(letter) for letter in b"abcd"] == [len(buffer)] * 4
+    assert data[: len(buffer)].count(b"a") == len(buffer)
+
+
+@pytest.mark.parametrize("nbytes", [10, 11 * 2**20])
+def test_an_upload_never_overwrites(store: ObjectStore, nbytes: int) -> None:
+    store.create("k", b"first")
+    upload = store.upload("k", nbytes, deadline_s=60.0)
+    with pytest.raises(ObjectExistsError, match="k"):
+        finish_with(upload, bytes(nbytes))
+    upload.abort()
+    assert store.read("k") == b"first"
+    assert store.unfinished("") == []
+
+
+@pytest.mark.parametrize("nbytes", [10, 11 * 2**20])
+def test_an_aborted_upload_leaves_nothing(store: ObjectStore, nbytes: int) -> None:
+    upload = store.upload("d/k", nbytes, deadline_s=60.0)
+    upload.put(memoryview(bytes(nbytes)))
+    upload.abort()
+    upload.abort()
+    assert store.list("") == []
+    assert store.unfinished("") == []
+
+
+@pytest.mark.parametrize("put", [9, 11])
+def test_an_upload_of_another_size_than_announced_is_the_callers_mistake(
+    store: ObjectStore, put: int
+) -> None:
+    upload = store.upload("k", 10, deadline_s=60.0)
+    with pytest.raises(ValueError, match=f"{put} bytes"):
+        finish_with(upload, bytes(put))
+    upload.abort()
+    assert store.list("") == []
+
+
+def test_unfinished_uploads_are_found_by_prefix_and_discarded(store: ObjectStore) -> None:
+    for key in ("a/1", "a/b/2", "c/3"):
+        store.create(f"{key}.done", b"x")
+    going = [store.upload(key, 11 * 2**20, deadline_s=60.0) for key in ("a/1", "a/b/2", "c/3")]
+    for upload in going:
+        upload.put(memoryview(bytes(6 * 2**20)))
+    found = store.unfinished("a/")
+    assert [u.key for u in found] == ["a/1", "a/b/2"]
+    assert all(abs(u.begun_at - time.time()) < 60 for u in found)
+    for u in found:
+        store.discard(u)
+        store.discard(u)
+    assert [u.key for u in store.unfinished("")] == ["c/3"]
+    with pytest.raises(ObjectStoreError, match="a/1"):
+        finish_with(going[0], bytes(5 * 2**20))
+    finish_with(going[2], bytes(5 * 2**20))
+    assert [o.key for o in store.list("")] == ["a/1.done", "a/b/2.done", "c/3", "c/3.done"]
+    for upload in going:
+        upload.abort()
+
+
+def finish_with(upload: Upload, data: bytes) -> None:
+    upload.put(memoryview(data))
+    upload.finish()

@@ -9,7 +9,8 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from surefoot.ckpt.s3 import FIRST_PAUSE_S, LONGEST_PAUSE_S, Verdict, _pause_s, judge
+from surefoot.ckpt.s3errors import Verdict, judge
+from surefoot.ckpt.s3session import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_after
 
 
 def client_error(code: str, status: int, condition: str | None = None) -> ClientError:
@@ -78,7 +79,7 @@ def test_a_broken_body_is_cut_off() -> None:
 
 
 def test_pauses_grow_and_stay_bounded() -> None:
-    pauses = [_pause_s(n, "k") for n in range(1, 12)]
+    pauses = [pause_after(n, "k") for n in range(1, 12)]
     assert all(FIRST_PAUSE_S / 2 <= p <= LONGEST_PAUSE_S for p in pauses)
     assert pauses[-1] > pauses[0]
-    assert _pause_s(3, "k") != _pause_s(3, "another")
+    assert pause_after(3, "k") != pause_after(3, "another")
