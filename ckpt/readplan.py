@@ -26,6 +26,8 @@ from surefoot.ckpt.plan import ITEMSIZES
 
 SEGMENT_NBYTES = 16 * 2**20
 """Read at once: a good size of part for an object store, and small enough that several in flight are little memory."""
+SHARES_EACH = 4
+"""Shared segments for each rank to read, at least, where there is enough to share."""
 ROUND_NBYTES = 64 * 2**20
 """Passed on together."""
 BLOCK_ALIGN_NBYTES, BLOCK_NBYTES_MAX = 16, 64 * 2**20
@@ -149,11 +151,23 @@ def plan_reads(
             if ranks.bit_count() == 1:
                 load[ranks.bit_length() - 1] += (stop - first) * source.block_nbytes
         needs.append([n for n in of if n.ranks & mine] if _is_mine_alone(found, mine) else of)
+    shared = sum(
+        (stop - first) * manifest.objects[number].block_nbytes
+        for number, first, stop, ranks in runs
+        if ranks.bit_count() > 1
+    )
+    # Small enough that every rank has a few to read.
+    share_nbytes = min(SEGMENT_NBYTES, shared // (SHARES_EACH * world_size))
     segments = [
         segment
         for number, first, stop, ranks in runs
         if ranks.bit_count() > 1 or ranks == mine
-        for segment in _segments(manifest.objects[number], number, first, stop, ranks, load)
+        for segment in _segments(
+            manifest.objects[number],
+            Segment(number, first, stop, ranks, -1),
+            SEGMENT_NBYTES if ranks == mine else share_nbytes,
+            load,
+        )
     ]
     return ReadPlan(manifest.objects, needs, segments, rank=rank, itemsizes=itemsizes)
 
@@ -281,18 +295,17 @@ def _is_mine_alone(runs: Iterable[tuple[int, int, int]], mine: int) -> bool:
     return all(ranks == mine or not ranks & mine for _, _, ranks in runs)
 
 
-def _segments(
-    source: DataObject, number: int, first: int, stop: int, ranks: int, load: list[int]
-) -> Iterator[Segment]:
-    step = max(1, SEGMENT_NBYTES // source.block_nbytes)
-    members = [r for r in range(ranks.bit_length()) if ranks >> r & 1]
-    for at in range(first, stop, step):
-        end = min(at + step, stop)
+def _segments(source: DataObject, run: Segment, nbytes: int, load: list[int]) -> Iterator[Segment]:
+    """The run cut into pieces of `nbytes`, or of one block; each with its reader, whose load it adds to."""
+    step = max(1, nbytes // source.block_nbytes)
+    members = [r for r in range(run.ranks.bit_length()) if run.ranks >> r & 1]
+    for at in range(run.first, run.stop, step):
+        end = min(at + step, run.stop)
         reader = members[0]
         if len(members) > 1:
             reader = min(members, key=lambda r: (load[r], r))
             load[reader] += (end - at) * source.block_nbytes
-        yield Segment(number, at, end, ranks, reader)
+        yield run._replace(first=at, stop=end, reader=reader)
 
 
 def _extent(source: DataObject, s: Segment) -> tuple[int, int]:
