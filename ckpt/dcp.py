@@ -7,7 +7,8 @@ refused, and what it asked for is named; no code of it runs.
 
 **Names.** DCP keeps the state by path. A plain tensor ``{"model": {"net.weight": t}}`` is ``model.net.weight`` on both sides.
 An optimizer, ``{"optim": {"state": {fqn: {key: t}}, "param_groups": [{"params": [fqn], …}]}}`` as `get_state_dict` gives it,
-becomes what Surefoot stores of an optimizer, and the other way round. An export also carries Surefoot's own table of values
+becomes what Surefoot stores of an optimizer, and the other way round: there a parameter is called as in its model
+(``net.weight``), here as in the state (``model.net.weight``). An export also carries Surefoot's own table of values
 (as JSON text, under `OURS`), so that an export that is imported again is the same to the last bit.
 """
 
@@ -17,7 +18,8 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -170,9 +172,9 @@ def open_dcp(source: str | os.PathLike[str]) -> Foreign:
     folder = _Folder(path, metadata)
     tensors, values = _sorted_out(metadata, folder, path)
     table = values.pop((OURS,), None)
-    names = _Names(tensors, values)
-    if isinstance(table, str):
-        ours = _our_table(table, path)
+    ours = _our_table(table, path) if isinstance(table, str) else None
+    names = _Names(tensors, values, ours["values"] if ours else ())
+    if ours:
         aliases, encoded, cursor, step = ours["aliases"], ours["values"], ours["cursor"], ours["step"]
     else:
         aliases, encoded, cursor, step = dict[str, str](), names.encoded_values(), None, None
@@ -246,7 +248,10 @@ def _our_table(text: str, path: Path) -> dict[str, Any]:
 class _Names:
     """From paths to names, and the values as Surefoot stores them."""
 
-    def __init__(self, tensors: Mapping[Path_, Any], values: Mapping[Path_, Any]) -> None:
+    def __init__(
+        self, tensors: Mapping[Path_, Any], values: Mapping[Path_, Any], known: Collection[str]
+    ) -> None:
+        """`known`: names of values, where an export of ours tells them."""
         self._tensors, self._values = tensors, values
         everything = (*tensors, *values)
         self._optimizers = {
@@ -256,10 +261,29 @@ class _Names:
             if k == "param_groups" and type(p[i + 1]) is int
         }
 
+        self._owners = {o: self._owners_of(o, known) for o in self._optimizers}
+
+    def _owners_of(self, o: Path_, known: Collection[str]) -> str:
+        """What stands before a parameter's name in its model, to make it its name in the state: ``model.``, or nothing.
+
+        It is not written down there, so it is the entry of the state that has a tensor for each of them.
+        """
+        mine = [p[len(o) :] for p in (*self._tensors, *self._values) if p[: len(o)] == o]
+        fqns = {str(p[1]) for p in mine if p[0] == "state" and len(p) > 1}
+        listed = [self._values.get((*o, *p)) for p in mine if p[0] == "param_groups" and p[-1] == "params"]
+        fqns |= {str(f) for names in listed if isinstance(names, list) for f in cast("list[Any]", names)}
+        names = {_joined(p) for p in self._tensors if p[: len(o)] != o}
+        tops = sorted({n.partition(".")[0] for n in names}, key=lambda top: (top != "model", top))
+        fits = [f"{top}." for top in tops if fqns and all(f"{top}.{f}" in names for f in fqns)]
+        prefix = _joined((*o, "params", ""))
+        told = [t for t in fits if any(prefix + t + f in known for f in fqns)]
+        return (told or ([] if fqns <= names else fits) or [""])[0]
+
     def name(self, path: Path_) -> str:
-        for o in self._optimizers:
+        for o, owner in self._owners.items():
             if path[: len(o)] == o and path[len(o) : len(o) + 1] == ("state",):
-                return _joined((*o, "params", *path[len(o) + 1 :]))
+                fqn, *rest = path[len(o) + 1 :]
+                return _joined((*o, "params", f"{owner}{fqn}", *rest))
         return _joined(path)
 
     def encoded_values(self) -> dict[str, Any]:
@@ -286,8 +310,9 @@ class _Names:
         found: dict[str, Any] = {}
         for number, group in enumerate(groups):
             for fqn in group.pop("params", ()):
-                name = _joined((*o, "params", fqn))
-                found[name] = encode_value({"group": number, **state.get(fqn, {})}, name, _tensor_leaf)
+                name = _joined((*o, "params", f"{self._owners[o]}{fqn}"))
+                known = {"group": number, "state": state.get(fqn, {})}
+                found[name] = encode_value(known, name, _tensor_leaf)
         name = _joined((*o, "param_groups"))
         found[name] = encode_value(groups, name, _tensor_leaf)
         return found
@@ -338,7 +363,10 @@ def export_dcp(
     planner = _StreamingPlanner(BoxReader(store, manifest), progress)
     writer = FileSystemWriter(folder, thread_count=1)
     try:
-        dcp_save(planner.tree(), storage_writer=writer, planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            # That this is one process is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp_save(planner.tree(), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as e:  # DCP wraps whatever happens
         for error in e.failures.values():
             inner = error[0] if isinstance(error, tuple) else error
@@ -370,8 +398,10 @@ class _StreamingPlanner(DefaultSavePlanner):
         for name, encoded in m.values.items():
             if any(name == f"{o}.param_groups" or name.startswith(f"{o}.params.") for o in optimizers):
                 continue
-            used.update(tensor_names(encoded))
-            _put(tree, name, decode_value(encoded, name, self._stand_in))
+            value = self._plain(encoded, name)
+            if value is not None:
+                used.update(tensor_names(encoded))
+                _put(tree, name, value)
         for name in (*m.tensors, *m.aliases):
             if name not in used:
                 _put(tree, name, self._stand_in(m.aliases.get(name, name)))
@@ -381,18 +411,36 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def _optimizer(self, o: str, used: set[str]) -> dict[str, Any]:
         values = self._reader.manifest.values
-        groups = decode_value(values[f"{o}.param_groups"], o, self._stand_in)
+        found = self._plain(values[f"{o}.param_groups"], o)
+        if found is None:
+            raise CkptUserError(
+                f"the settings of {o} are no plain values: export the weights alone, as safetensors"
+            )
         used.update(tensor_names(values[f"{o}.param_groups"]))
-        groups = [{"params": list[str](), **g} for g in groups]
+        groups = [{"params": list[str](), **g} for g in found]
         state: dict[str, Any] = {}
         prefix = f"{o}.params."
+        owners = {n.removeprefix(prefix).partition(".")[0] for n in values if n.startswith(prefix)}
+        if len(owners) == 1 and all("." in n.removeprefix(prefix) for n in values if n.startswith(prefix)):
+            prefix += f"{owners.pop()}."
         for name in (n for n in values if n.startswith(prefix)):
+            known = self._plain(values[name], name)
+            if known is None or known["group"] not in range(len(groups)):
+                continue
             used.update(tensor_names(values[name]))
-            known = decode_value(values[name], name, self._stand_in)
             fqn = name.removeprefix(prefix)
-            groups[known.pop("group")]["params"].append(fqn)
-            state[fqn] = known
+            groups[known["group"]]["params"].append(fqn)
+            state[fqn] = known["state"]
         return {"state": state, "param_groups": groups}
+
+    def _plain(self, encoded: Any, name: str) -> Any:
+        """The value with stand-ins, or None where DCP users could not load it without trusting it: then it is in our table only,
+        and its tensors stand under their own names."""
+        try:
+            value = decode_value(encoded, name, self._stand_in)
+        except DamagedError:
+            return None  # of a kind that only a live state can make sense of
+        return value if _is_plain(value) else None
 
     def _stand_in(self, name: str) -> torch.Tensor:
         meta = self._reader.meta(name)
@@ -427,3 +475,12 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
         cast("dict[str, Any]", inner)[rest] = value
     else:
         tree[name] = value
+
+
+def _is_plain(value: Any) -> bool:
+    """What torch.load(weights_only=True) takes."""
+    if type(value) in (list, tuple):
+        return all(_is_plain(v) for v in value)
+    if type(value) is dict:
+        return all(_is_plain(k) and _is_plain(v) for k, v in cast("dict[Any, Any]", value).items())
+    return value is None or type(value) in (bool, int, float, complex, str) or isinstance(value, torch.Tensor)

@@ -1,0 +1,341 @@
+"""In and out: safetensors as Hugging Face has them, and torch DCP folders; nothing of a stranger's is run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from surefoot import ckpt
+from surefoot.ckpt import exporting
+from surefoot.ckpt.boxreader import BoxReader, slabs
+from surefoot.ckpt.comparing import compare
+from surefoot.ckpt.dcp import UntrustedPickleError, export_dcp, open_dcp
+from surefoot.ckpt.errors import CkptUserError, DamagedError
+from surefoot.ckpt.importing import open_safetensors, write_foreign
+from surefoot.ckpt.inspect import find
+from surefoot.ckpt.manifest import Manifest, TensorMeta
+from surefoot.ckpt.store import open_store
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled"
+)  # torch's own calls, in one process
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 6)
+        self.up = nn.Linear(6, 7)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Net()
+    with torch.no_grad():
+        for k, p in enumerate(model.parameters()):
+            p.copy_(torch.arange(p.numel()).view(p.shape) + 1000 * k + seed)
+    groups = [{"params": [model.emb.weight, model.up.weight], "lr": 0.1}, {"params": [model.up.bias]}]
+    optim = torch.optim.AdamW(groups, betas=(0.8, 0.9))
+    model.up.weight.grad = torch.ones(7, 6)
+    model.emb.weight.grad = torch.ones(10, 6)
+    optim.step()
+    sched = torch.optim.lr_scheduler.StepLR(optim, 3)
+    extra = torch.arange(5).to(torch.float8_e4m3fn)
+    return {"model": model, "optim": optim, "sched": sched, "epoch": 3, "ema": {"w": extra, "n": (1, 2.5)}}
+
+
+@pytest.fixture(scope="module")
+def saved_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "root"
+    ckpt.save(str(folder), 20, make_state(), cursor={"at": 5})
+    return folder
+
+
+@pytest.fixture
+def root(saved_root: Path, tmp_path: Path) -> str:
+    return str(shutil.copytree(saved_root, tmp_path / "root"))
+
+
+def reader(root: str, step: int | None = None) -> BoxReader:
+    store = open_store(root)
+    return BoxReader(store, find(store, step)[0])
+
+
+# ---------------------------------------------------------------- safetensors
+
+
+def test_an_export_opens_with_the_library_and_keeps_ties(root: str, tmp_path: Path) -> None:
+    """CKP-17: stored once, written once, and both names load."""
+    plan = ckpt.export(root, 20, tmp_path / "out")
+    model: Net = make_state()["model"]
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(loaded) == {"emb.weight", "up.weight", "up.bias", "seen"}
+    for name, t in loaded.items():
+        assert torch.equal(t, model.state_dict()[name]), name
+    assert plan.ties == {"head.weight": "emb.weight"}
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as f:
+        assert f.metadata() == {"format": "pt", "head.weight": "emb.weight"}
+    other: Net = make_state(5)["model"]
+    assert load_model(other, tmp_path / "out" / "model.safetensors") == (set(), [])
+    assert torch.equal(other.head.weight, model.emb.weight)
+    assert other.head.weight is other.emb.weight
+
+
+def test_files_stay_below_the_limit_and_the_index_names_them(root: str, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    plan = ckpt.export(root, 20, tmp_path / "out", shard_nbytes=190, progress=lambda *a: told.append(a))
+    index = json.loads((tmp_path / "out" / exporting.INDEX).read_bytes())
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) == 3
+    assert index["metadata"]["total_size"] == plan.nbytes == told[-1][0] == told[-1][1]
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    assert sorted(index["weight_map"]) == ["emb.weight", "seen", "up.bias", "up.weight"]
+
+
+def test_names_and_types_can_be_changed(root: str, tmp_path: Path) -> None:
+    rules = [(r"^up\.", "mlp.up_proj."), (r"(\w+)\.weight", r"\1.w")]
+    ckpt.export(root, 20, tmp_path / "out", rename=rules, dtype="bfloat16")
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(loaded) == {"emb.w", "mlp.up_proj.w", "mlp.up_proj.bias", "seen"}
+    assert {t.dtype for t in loaded.values()} == {torch.bfloat16}
+    assert torch.equal(loaded["emb.w"], make_state()["model"].emb.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prefix": "modle."}, "model., optim."),
+        ({"rename": [("weight|bias", "x")]}, "and so would"),
+        ({"rename": [("(", "x")]}, "no regular expression"),
+        ({"dtype": "int8"}, "cannot change"),
+        ({"prefix": "optim."}, ""),
+    ],
+)
+def test_what_cannot_be_exported_is_said_before_anything_is_written(
+    root: str, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    if not said:
+        ckpt.export(root, 20, tmp_path / "out", **options)
+        return
+    with pytest.raises(CkptUserError, match=said):
+        ckpt.export(root, 20, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_not_overwritten_and_never_half_there(root: str, tmp_path: Path) -> None:
+    ckpt.export(root, 20, tmp_path / "out")
+    with pytest.raises(CkptUserError, match="already"):
+        ckpt.export(root, 20, tmp_path / "out")
+    (path,) = Path(root).glob("gen-*/step-*/*/r00000-0.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match="r00000"):
+        ckpt.export(root, 20, tmp_path / "again", prefix="")
+    assert not list((tmp_path / "again").iterdir())
+
+
+def test_weights_come_in_from_a_folder_and_load(root: str, tmp_path: Path) -> None:
+    ckpt.export(root, 20, tmp_path / "out", shard_nbytes=200)
+    there = str(tmp_path / "new")
+    manifest = write_foreign(open_store(there), open_safetensors(tmp_path / "out"))
+    assert manifest.step == 0
+    assert manifest.aliases == {"model.head.weight": "model.emb.weight"}
+    model = make_state(5)["model"]
+    ckpt.load(there, {"model": model})
+    want = make_state()["model"].state_dict()
+    assert all(torch.equal(t, want[n]) for n, t in model.state_dict().items())
+    assert ckpt.verify(there).ok
+    with pytest.raises(CkptUserError, match="--step"):
+        write_foreign(open_store(there), open_safetensors(tmp_path / "out"))
+    assert write_foreign(open_store(there), open_safetensors(tmp_path / "out"), step=7).generation == 2
+    assert ckpt.steps(there) == [0, 7]
+
+
+def test_a_single_file_carries_its_ties(root: str, tmp_path: Path) -> None:
+    ckpt.export(root, 20, tmp_path / "out")
+    foreign = open_safetensors(tmp_path / "out" / "model.safetensors")
+    assert foreign.aliases == {"model.head.weight": "model.emb.weight"}
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(CkptUserError, match="pickle"):
+        open_safetensors(tmp_path)
+    with pytest.raises(CkptUserError, match="no such"):
+        open_safetensors(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda b: b[:-1], "bytes of data"),
+        (lambda b: b[:4], "no safetensors"),
+        (lambda b: (2**62).to_bytes(8, "little") + b[8:], "no safetensors"),
+        (lambda b: b.replace(b'"F32"', b'"F99"'), "F99"),
+        (lambda b: b.replace(b"[0,16]", b"[8,16]"), "8"),
+        (lambda b: b.replace(b"[2,2]", b"[2,9]"), "takes"),
+        (lambda b: (4).to_bytes(8, "little") + b"[[[[" + b[12:], "no safetensors"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, spoil: Any, said: str) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"w": torch.ones(2, 2)}, path)
+    assert open_safetensors(path).nbytes == 16
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(DamagedError, match=said):
+        open_safetensors(path)
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "", ".."])
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / exporting.INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(DamagedError, match="beside"):
+        open_safetensors(tmp_path)
+
+
+def test_slabs_follow_each_other() -> None:
+    t = torch.arange(5 * 4 * 3).view(5, 4, 3)
+    for nbytes in (8, 24, 30, 96, 200, 10_000):
+        parts = [
+            t[tuple(slice(o, o + e) for o, e in zip(b.offset, b.extent, strict=True))].reshape(-1)
+            for b in slabs((5, 4, 3), 8, nbytes)
+        ]
+        assert torch.equal(torch.cat(parts), t.reshape(-1))
+        assert max(p.numel() * 8 for p in parts) <= max(nbytes, 8)
+    assert [b.extent for b in slabs((), 8, 1)] == [()]
+    assert list(slabs((0, 3), 8, 1)) == []
+
+
+def test_only_one_name_of_a_type_without_a_word(tmp_path: Path) -> None:
+    manifest = Manifest(
+        generation=1,
+        step=1,
+        attempt="a",
+        world_size=1,
+        tensors={"model.z": TensorMeta(dtype="complex128", shape=(1,))},
+    )
+    with pytest.raises(CkptUserError, match="complex128"):
+        exporting.plan_export(manifest)
+
+
+# ---------------------------------------------------------------- DCP
+
+
+def test_dcp_there_and_back_is_the_same_to_the_last_bit(root: str, tmp_path: Path) -> None:
+    export_dcp(root, 20, tmp_path / "dcp")
+    foreign = open_dcp(tmp_path / "dcp")
+    there = str(tmp_path / "new")
+    assert write_foreign(open_store(there), foreign).step == 20
+    diff = compare(reader(root), reader(there))
+    assert diff.same, diff
+    assert diff.equal > 8
+    assert reader(there).manifest.cursor == {"at": 5}
+    state = make_state(9)
+    ckpt.load(there, state)
+    want = make_state()
+    assert torch.equal(state["model"].emb.weight, want["model"].emb.weight)
+    assert state["optim"].state[state["model"].up.weight]["exp_avg"].sum() != 0
+    assert state["ema"]["n"] == (1, 2.5)
+
+
+def test_torch_reads_an_exported_folder(root: str, tmp_path: Path) -> None:
+    export_dcp(root, 20, tmp_path / "dcp")
+    other = make_state(5)
+    model_sd, optim_sd = get_state_dict(other["model"], other["optim"])
+    state = {"model": model_sd, "optim": optim_sd}
+    dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    want = make_state()
+    want_model, want_optim = get_state_dict(want["model"], want["optim"])
+    assert all(torch.equal(model_sd[n], t) for n, t in want_model.items())
+    assert torch.equal(optim_sd["state"]["up.weight"]["exp_avg"], want_optim["state"]["up.weight"]["exp_avg"])
+    assert state["optim"]["param_groups"][0]["betas"] == (0.8, 0.9)
+
+
+def test_what_torch_wrote_loads_as_a_live_state(tmp_path: Path) -> None:
+    saved = make_state()
+    model_sd, optim_sd = get_state_dict(saved["model"], saved["optim"])
+    state = {"model": model_sd, "optim": optim_sd, "sched": saved["sched"].state_dict(), "epoch": 3}
+    dcp_save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    there = str(tmp_path / "new")
+    write_foreign(open_store(there), open_dcp(tmp_path / "dcp"), step=4)
+    live = make_state(9)
+    live = {k: live[k] for k in ("model", "optim", "sched", "epoch")}
+    live["epoch"] = 0
+    ckpt.load(there, live)
+    assert torch.equal(live["model"].up.weight, saved["model"].up.weight)
+    mine, theirs = (
+        live["optim"].state[live["model"].up.weight],
+        saved["optim"].state[saved["model"].up.weight],
+    )
+    assert all(torch.equal(mine[k], theirs[k]) for k in ("step", "exp_avg", "exp_avg_sq"))
+    assert live["optim"].param_groups[0]["betas"] == (0.8, 0.9)
+    assert live["epoch"] == 3
+    assert live["sched"].state_dict() == saved["sched"].state_dict()
+
+
+class Loud:
+    """Runs code of this process when it is unpickled."""
+
+    fired = 0
+
+    def __reduce__(self) -> Any:
+        return _fire, ()
+
+
+def _fire() -> None:
+    Loud.fired += 1
+
+
+def test_the_fault_fires_where_nobody_guards_against_it() -> None:
+    Loud.fired = 0
+    pickle.loads(pickle.dumps(Loud()))
+    assert Loud.fired == 1
+
+
+def test_a_dcp_folder_that_would_run_code_is_refused(root: str, tmp_path: Path) -> None:
+    """CKP-42, for what we take in: metadata and items are pickles there."""
+    Loud.fired = 0
+    dcp = tmp_path / "dcp"
+    dcp_save({"epoch": 3, "x": Loud()}, storage_writer=FileSystemWriter(dcp), no_dist=True)
+    with pytest.raises(UntrustedPickleError, match="x is no plain value"):
+        open_dcp(dcp)
+    metadata = pickle.loads((dcp / ".metadata").read_bytes())
+    metadata.planner_data["epoch"] = Loud()
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UntrustedPickleError, match="_fire"):
+        open_dcp(dcp)
+    for data in (b"cos\nsystem\n(S'true'\ntR.", b"", b"\x80\x04\x95garbage", pickle.dumps([1])):
+        (dcp / ".metadata").write_bytes(data)
+        with pytest.raises((UntrustedPickleError, DamagedError)):
+            open_dcp(dcp)
+    assert Loud.fired == 0
+
+
+def test_a_dcp_folder_cannot_lead_out_of_itself(root: str, tmp_path: Path) -> None:
+    export_dcp(root, 20, tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../root/secret"
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match="outside"):
+        open_dcp(tmp_path / "dcp")
