@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -127,8 +128,7 @@ def require_plain(name: str, t: torch.Tensor) -> None:
 
 def placed(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
     """The local tensor, and the boxes of the whole that lie in it. Raises StateError."""
-    mesh = t.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = coordinate_in(t.device_mesh)
     local: Any = t.to_local()
     if callable(getattr(local, "wait", None)):
         local = local.wait()  # what a collective is still bringing
@@ -143,6 +143,17 @@ def placed(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
             f"{list(expected)}: declare a shard of another form than torch's as ckpt.Boxes"
         )
     return local, held
+
+
+def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    """Which chunk this rank has in each dimension of a mesh; None where the mesh is without it.
+
+    That is its rank in the dimension's group: torch's collectives go by it, so it is what `full_tensor` shows, and where FSDP
+    and `distribute_tensor` put things. `get_coordinate` is another number where the mesh lists its ranks out of order.
+    """
+    if mesh.get_coordinate() is None:
+        return None
+    return tuple(mesh.get_local_rank(i) for i in range(mesh.ndim))
 
 
 def shardings_of(t: DTensor, coordinate: Sequence[int]) -> tuple[Sharding, ...]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from surefoot.ckpt.boxes import local_shape
 from surefoot.ckpt.declared import Boxes
 from surefoot.ckpt.gathering import Load
-from surefoot.ckpt.leaves import dtype_name, dtype_of, shardings_of
+from surefoot.ckpt.leaves import coordinate_in, dtype_name, dtype_of, shardings_of
 from surefoot.ckpt.optimizers import NO_GROUP, Held, by_owner, held_by, settings_of
 from surefoot.ckpt.placing import Ref
 
@@ -126,7 +126,7 @@ class OptimizerLoad:
             tensor = (
                 t
                 if fits and dtype_name(t.dtype) == meta.dtype
-                else torch.zeros_like(h.parameter, dtype=dtype_of(meta.dtype), requires_grad=False)
+                else torch.empty_like(h.parameter, dtype=dtype_of(meta.dtype), requires_grad=False)
             )
             mine[key] = tensor
             box, _ = boxes.parts[h.owner.at]
@@ -203,15 +203,15 @@ def _a(noun: str) -> str:
 def like_parameter(
     parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
 ) -> torch.Tensor:
-    """New optimizer state of this shape, zero: with the parameter's layout where it has its shape, or for a sharded parameter where
+    """New optimizer state of this shape, to be filled: with the parameter's layout where it has its shape, or for a sharded parameter where
     it has it but for dimensions of length 1 (factored moments); otherwise plain, on `device`."""
     if shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     follows = len(shape) == parameter.dim() > 0 and all(
         n in (1, m) for n, m in zip(shape, parameter.shape, strict=True)
     )
     if not (follows and isinstance(parameter, DTensor)):
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     mesh = parameter.device_mesh
     placements = [
         p
@@ -220,13 +220,13 @@ def like_parameter(
         for p in parameter.placements
     ]
     whole = torch.empty(shape, dtype=dtype, device="meta")
-    coordinate = mesh.get_coordinate()
+    coordinate = coordinate_in(mesh)
     cut = DTensor.from_local(
         whole, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     local = local_shape(shape, shardings_of(cut, coordinate)) if coordinate is not None else (0,)
     return DTensor.from_local(
-        torch.zeros(local, dtype=dtype, device=parameter.to_local().device),
+        torch.empty(local, dtype=dtype, device=parameter.to_local().device),
         mesh,
         placements,
         run_check=False,

@@ -19,7 +19,7 @@ from surefoot.ckpt.boxes import Held
 from surefoot.ckpt.declared import Boxes
 from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.kinds import encode_torch
-from surefoot.ckpt.leaves import dtype_name, placed, shardings_of
+from surefoot.ckpt.leaves import coordinate_in, dtype_name, placed, shardings_of
 from surefoot.ckpt.values import class_name, encode_value
 
 
@@ -73,6 +73,8 @@ def is_wrapped(value: Any) -> bool:
 
 def unwrap(name: str, tensor: torch.Tensor) -> Wrapped:
     """Take a live tensor apart. Raises StateError."""
+    if not all(isinstance(n, int) for n in tensor.shape):
+        raise StateError(f"{name}: a nested tensor has no fixed shape; store its values and offsets")
     local, held = placed(name, tensor) if isinstance(tensor, DTensor) else (tensor, ())
     attributes, context = cast("Any", local).__tensor_flatten__()
     parts: dict[str, Any] = {a: getattr(local, a) for a in attributes}
@@ -110,7 +112,7 @@ def _sharded_part(
 
     Its dimensions that are as long as the shard's are cut like them; one that is not cut stays as it is.
     """
-    coordinate = outer.device_mesh.get_coordinate()
+    coordinate = coordinate_in(outer.device_mesh)
     cut = {s.dim for s in shardings_of(outer, coordinate)} if coordinate is not None else set[int]()
     if part.dim() == 0:
         return Boxes((), [((), part)])
