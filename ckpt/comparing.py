@@ -106,9 +106,9 @@ def _names(m: Manifest) -> dict[str, str]:
 def _once(names: Any, a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
     """One name of each pair of stored tensors."""
     first: dict[tuple[str, str], str] = {}
-    for n in names:
+    for n in sorted(names, key=lambda n: (n != a[n], n)):  # the name it is stored under comes first
         first.setdefault((a[n], b[n]), n)
-    return list(first.values())
+    return sorted(first.values())
 
 
 def _tensor_diff(name: str, a: BoxReader, in_a: str, b: BoxReader, in_b: str) -> TensorDiff | None:

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.__main__ import main
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.store import open_store
-from surefoot.ckpt.tables import human
+from surefoot.ckpt.store import ObjectStoreDeniedError, open_store
+from surefoot.ckpt.tables import ago, human
 from surefoot.exitcodes import ExitCode
 
 
@@ -100,6 +101,21 @@ def test_verify(run: Any, root: str, byte: int) -> None:
     [
         (["ls", "ftp://x"], ExitCode.USAGE, "is no root"),
         (["verify", "{root}", "--step", "7"], ExitCode.USAGE, "no step 7"),
+        (["verify", "{root}", "7", "--step", "8"], ExitCode.USAGE, "which step"),
+        (["show", "{root}", "40"], ExitCode.USAGE, "--generation 1"),
+        (["show", "{root}/typo"], ExitCode.USAGE, "is the address right?"),
+        (["show", "{root}", "--tensor", "model.ww"], ExitCode.USAGE, "similar names: model.w"),
+        (["show", "{root}", "--tensor", "model.w", "--reshard", "2"], ExitCode.USAGE, "one at a time"),
+        (["show", "{root}", "--reshard", "0"], ExitCode.USAGE, "reshard"),
+        (["diff", "{root}", "20", "21"], ExitCode.USAGE, "no step 21"),
+        (["export", "{root}", "{root}/out", "--to", "zip"], ExitCode.USAGE, "safetensors and dcp"),
+        (["export", "{root}", "{root}/out", "--rename", "abc"], ExitCode.USAGE, "REGEX=NEW"),
+        (["export", "{root}", "{root}/out", "--max-shard-size", "big"], ExitCode.USAGE, "5GB"),
+        (["export", "{root}", "s3://b/x"], ExitCode.USAGE, "no local folder"),
+        (["import", "{root}/nothing", "{root}"], ExitCode.USAGE, "no such file"),
+        (["gc", "{root}", "--keep-every", "5"], ExitCode.USAGE, "--keep N"),
+        (["gc", "{root}", "--keep", "1"], ExitCode.USAGE, "keep"),
+        (["keep", "{root}", "7"], ExitCode.USAGE, "no step 7"),
         (["ls", "{root}/gen-0001/step-0000000020/manifest.json"], 0, ""),
         (["nonsense"], ExitCode.USAGE, "nonsense"),
     ],
@@ -125,6 +141,131 @@ def test_a_damaged_manifest_is_listed_with_its_problem(run: Any, root: str) -> N
     assert code == 0
     assert "unreadable" in out
     assert run("verify", root, "--step", "40", "--generation", "1")[0] == ExitCode.UNEXPECTED
+
+
+def test_one_tensor(run: Any, root: str) -> None:
+    code, out, _ = run("show", root, "20", "--tensor", "model.tied", "--json")
+    stats = msgspec.json.decode(out)
+    w = arrays()["model.w"].astype(float)
+    assert code == 0
+    assert (stats["stored_as"], stats["shape"], stats["numel"], stats["nan"]) == ("model.w", [7, 3], 21, 0)
+    assert (stats["min"], stats["max"], stats["mean"]) == (w.min(), w.max(), w.mean())
+    assert stats["std"] == pytest.approx(w.std())
+    assert sum(stats["histogram"]) == 21
+    assert [p["box"] for p in stats["pieces"]] == ["[0:4,0:3]", "[4:7,0:3]"]
+    code, out, _ = run("show", root, "20", "--tensor", "model.on")
+    assert "NaN 0" in out
+    assert "█" in out
+
+
+def test_what_other_ranks_would_read(run: Any, root: str) -> None:
+    code, out, _ = run("show", root, "--reshard", "3", "--json")
+    plan = msgspec.json.decode(out)
+    assert code == 0
+    held = [r["held_nbytes"] for r in plan["ranks"]]
+    scalar = arrays()["optim.params.model.w.step"].nbytes
+    assert sum(held) == sum(a.nbytes for a in arrays().values()) + 2 * scalar  # which all of them hold
+    assert all(r["read_nbytes"] >= r["held_nbytes"] for r in plan["ranks"])
+    assert "saved by 2 ranks, read by 3" in run("show", root, "--reshard", "3")[1]
+
+
+def test_a_sound_one_is_noted_and_listed(run: Any, root: str) -> None:
+    assert run("verify", root, "20")[0] == 0
+    assert run("keep", root, "20")[0] == 0
+    assert "newest, kept, verified" in run("ls", root)[1]
+    assert run("keep", root, "20", "--undo")[0] == 0
+    assert msgspec.json.decode(run("ls", root, "--json")[1])[0]["flags"] == ["verified"]
+
+
+def test_diff(run: Any, root: str, tmp_path: Path) -> None:
+    words = ("diff", root, "20", "40", "--generation-b", "1")
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "equal bit for bit, and so is everything else" in out
+    other = (tmp_path / "other").as_uri()
+    store = open_store(other)
+    create_record(store, Record(generation=1, start=StartRef(), reason="first_start", created_by="t"))
+    changed = arrays() | {"model.new": np.zeros(2, np.float32)}
+    changed["model.w"][2, 1] += 0.5
+    changed["model.b"][3] = np.nan
+    del changed["optim.params.model.w.step"]
+    images = make_images(changed, 1, step=20, values=lambda rank: {"epoch": 4})
+    tiers.upload_images(store, images, generation=1, step=20, attempt="a1", writer=0, deadline_s=10)
+    assert isinstance(
+        tiers.commit(store, generation=1, step=20, attempt="a1", writers=1, deadline_s=5, facts={}),
+        tiers.Committed,
+    )
+    code, out, _ = run("diff", root, "20", "20", "--with", other, "--json")
+    diff = msgspec.json.decode(out)
+    assert code == ExitCode.UNEXPECTED
+    assert (diff["only_a"], diff["only_b"]) == (["optim.params.model.w.step"], ["model.new"])
+    assert [(d["name"], d["differ"], d["max_abs"], d["not_finite"]) for d in diff["differ"]] == [
+        ("model.b", 1, None, 1),
+        ("model.w", 1, 0.5, 0),
+    ]
+    assert (diff["values"], diff["cursor_equal"], diff["equal"]) == (["epoch"], True, 1)
+    out = run("diff", root, "20", "20", "--with", other)[1]
+    assert "other bits: model.w: 1 of 21 elements, largest difference 0.5" in out
+
+
+def test_export_import_and_back(run: Any, root: str, tmp_path: Path) -> None:
+    code, out, _ = run("export", root, str(tmp_path / "hf"), "--step", "20", "--json")
+    assert code == 0
+    assert msgspec.json.decode(out)["ties"] == {"tied": "w"}
+    code, out, _ = run("import", str(tmp_path / "hf"), str(tmp_path / "new"), "--step", "3", "--json")
+    assert (code, msgspec.json.decode(out)["step"]) == (0, 3)
+    assert "tied is tied to w" in run("export", root, str(tmp_path / "again"))[1]
+    code, _, err = run("import", str(tmp_path / "hf"), str(tmp_path / "new"), "--step", "3")
+    assert code == ExitCode.USAGE
+    assert "at step 3 already" in err
+
+
+def test_gc_says_what_it_would_do(run: Any, root: str) -> None:
+    folder = Path(root.removeprefix("file://"))
+    dead = folder / "gen-0001" / "step-0000000030" / "dead"
+    dead.mkdir(parents=True)
+    (dead / "r00000-0.safetensors").write_bytes(b"x" * 5000)
+    (folder / "README").write_text("mine")
+    images = make_images(arrays(), 2, step=50, generation=2)
+    store = open_store(root)
+    tiers.upload_images(store, images, generation=2, step=50, attempt="a1", writer=0, deadline_s=10)
+    tiers.commit(store, generation=2, step=50, attempt="a1", writers=1, deadline_s=5, facts={})
+    out = run("gc", root)[1]
+    assert "would delete attempt dead at step 30 of generation 1, 5.0 kB: its generation is over" in out
+    assert "README is none of ours" in out
+    assert "nothing was deleted" in out
+    assert (dead / "r00000-0.safetensors").exists()
+    plan = msgspec.json.decode(run("gc", root, "--off-lineage", "--yes", "--json")[1])
+    assert plan["deleted"]
+    assert [c["ref"]["step"] for c in plan["checkpoints"]] == [40]
+    assert not dead.exists()
+    assert (folder / "README").exists()
+    assert [r["step"] for r in msgspec.json.decode(run("ls", root, "--json")[1])] == [20, 50]
+    run("gc", root, "--yes")  # the ledger of step 40, which no chain names any more
+    assert "nothing to delete" in run("gc", root)[1]
+
+
+def test_no_permission_is_said(run: Any, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, prefix: str) -> list[object]:
+        raise ObjectStoreDeniedError(f"cannot list {prefix}: give this user read permission")
+
+    monkeypatch.setattr("surefoot.ckpt.files.FileObjectStore.list", refuse)
+    for words in (["ls"], ["show"], ["verify"], ["gc"], ["show", "--tensor", "x"]):
+        code, out, err = run(words[0], root, *words[1:])
+        assert (code, out) == (ExitCode.ENVIRONMENT, "")
+        assert err.count("\n") == 1
+        assert "read permission" in err
+
+
+def test_ages() -> None:
+    assert [ago(s) for s in (None, 3.2, 119, 130, 7300, 200_000)] == [
+        "",
+        "3 s",
+        "119 s",
+        "2 min",
+        "2 h",
+        "2 d",
+    ]
 
 
 def test_human() -> None:
