@@ -115,7 +115,7 @@ class Placing(ABC):
             tensor = make(meta.shape, dtype)
         else:
             plain = isinstance(live, torch.Tensor) and not isinstance(live, DTensor)
-            tensor = torch.zeros(meta.shape, dtype=dtype, device=live.device if plain else None)
+            tensor = torch.empty(meta.shape, dtype=dtype, device=live.device if plain else None)
         self.want([ref.name], tensor)
         return tensor
 

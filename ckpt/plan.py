@@ -46,6 +46,7 @@ ITEMSIZES = {
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
     "float16": 2,
     "bfloat16": 2,
     "float32": 4,
@@ -279,10 +280,10 @@ def _held_by_all(templates: Sequence[Template], held: _Held, dims: int) -> tuple
     for number, boxes in held:
         template = templates[number]
         terms = np.array(boxes, np.int64).reshape(len(boxes), dims, 3)
-        base, extent, which = terms[..., 0], terms[..., 1], terms[..., 2]
+        scale, extent, which = terms[..., 0], terms[..., 1], terms[..., 2]
         # Where the term has no value, which is -1: the last column.
         values = np.column_stack([template.values, np.zeros(len(template.ranks), np.int64)])
-        offset = base + extent * values[:, which]
+        offset = scale * values[:, which]
         rows = (len(template.ranks) * len(boxes), dims)
         offsets.append(offset.reshape(rows))
         extents.append(np.broadcast_to(extent, offset.shape).reshape(rows))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from surefoot.ckpt.declared import Boxes, PerRank
 from surefoot.ckpt.errors import StateError, StateMismatchError
@@ -180,7 +181,7 @@ def identity(t: torch.Tensor) -> Any:
     """Equal for two tensors that are one: the same object, or the same view of the same memory. Valid while both live."""
     if isinstance(t, DTensor):
         return identity(t._local_tensor), id(t.device_mesh), t.placements, tuple(t.shape)
-    if hasattr(type(t), "__tensor_flatten__") or t.layout is not torch.strided or t.device.type == "meta":
+    if hasattr(type(t), "__tensor_flatten__") or is_lazy(t) or t.layout is not torch.strided or t.is_meta:
         return id(t)
     # The storage itself, not its address: those without memory have none.
     return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
