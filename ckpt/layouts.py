@@ -1,12 +1,12 @@
 """What all ranks hold, said in few words. PURE.
 
 Ranks that hold the same kind of shard of the same tensors differ in a few numbers: where each of them stands in the mesh. So a
-layout is told as a *template*, in which an offset is ``extent * value[k]``, and the rank's *values*. The 1,024 ranks of an FSDP
-job share one template (a second one where a dimension does not divide evenly) and have one number each. Ranks exchange a hash
-and their values; then the first rank of each template sends it, compressed, once for all.
+layout is told as a *template*, in which an offset is ``scale * value[k]``, and the rank's *values*. The 1,024 ranks of an FSDP
+job share one template (or three, where a dimension does not divide evenly) and have one number each. Ranks exchange a hash and
+their values; then the first rank of each template sends it, compressed, once for all.
 
-A box's offset becomes a value where it is a multiple of its extent (torch's chunks are, but the last one where it is short);
-other offsets stand in the template as they are. That costs bytes where shards follow no rule, and is never wrong.
+An offset is told as a multiple of the box's extent where it is one (torch's chunks are: then one value serves all tensors), and
+as it is otherwise. Where shards follow no rule that costs values and templates, and is never wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from surefoot.ckpt.errors import CkptWorldError, CoverageError
 
 Ints = NDArray[np.int64]
 Term = tuple[int, int, int]
-"""One dimension of a box: (base, extent, k), which begins at ``base + extent * value[k]``, or at ``base`` where k is -1."""
+"""One dimension of a box: (scale, extent, k), which begins at ``scale * value[k]``, or at 0 where k is -1."""
 
 _HASH_NBYTES = 16
 
@@ -78,7 +78,7 @@ def describe(tensors: Sequence[HeldTensor]) -> Description:
 
     Raises CoverageError for what is no box of its tensor.
     """
-    values: dict[int, int] = {}
+    values: dict[_Value, int] = {}
     rows = [
         Row(
             t.name,
@@ -89,10 +89,16 @@ def describe(tensors: Sequence[HeldTensor]) -> Description:
         for t in sorted(tensors, key=lambda t: t.name)
     ]
     template = zlib.compress(msgspec.json.encode(rows), 1)
-    return Description(word=_hash(template) + np.array(list(values), "<i8").tobytes(), template=template)
+    told = np.array([v[0] for v in values], "<i8")
+    return Description(word=_hash(template) + told.tobytes(), template=template)
 
 
-def _terms(t: HeldTensor, box: Box, values: dict[int, int]) -> tuple[Term, ...]:
+_Value = tuple[int, int, int]
+"""A value, and what makes it another than an equal one: 0, 0 for a multiple; the dimension's length and the box's extent there
+for an offset as it is. (Two that are equal by chance on one rank and not on the next would make two templates.)"""
+
+
+def _terms(t: HeldTensor, box: Box, values: dict[_Value, int]) -> tuple[Term, ...]:
     if (
         not len(box.offset) == len(box.extent) == len(t.shape)
         or min((*box.offset, *box.extent), default=0) < 0
@@ -100,10 +106,12 @@ def _terms(t: HeldTensor, box: Box, values: dict[int, int]) -> tuple[Term, ...]:
         raise CoverageError(f"{t.name}: {box} is no box of a tensor of shape {list(t.shape)}")
     terms: list[Term] = []
     for o, e, n in zip(box.offset, box.extent, t.shape, strict=True):
-        if (o, e) == (0, n) or o % e:
-            terms.append((o, e, -1))
+        if (o, e) == (0, n):
+            terms.append((0, e, -1))
+        elif o % e == 0:
+            terms.append((e, e, values.setdefault((o // e, 0, 0), len(values))))
         else:
-            terms.append((0, e, values.setdefault(o // e, len(values))))
+            terms.append((1, e, values.setdefault((o, n, e), len(values))))
     return tuple(terms)
 
 
