@@ -75,11 +75,11 @@ class Simulated:
 
 def measure_1k(rounds: int) -> dict[str, Any]:
     simulated = Simulated(fsdp(1024, transformer(TENSORS)), rank=517)
-    hashes = [fingerprint(simulated.mine)] * 1024
+    hashes = [fingerprint(simulated.mine, {})] * 1024
     found: list[dict[str, float]] = []
     for _ in range(rounds):
         first, _plan = ms(simulated.first)
-        again, same = ms(lambda: [fingerprint(simulated.world.held(simulated.rank))] * 1024 == hashes)
+        again, same = ms(lambda: [fingerprint(simulated.world.held(simulated.rank), {})] * 1024 == hashes)
         assert same
         found.append({"plan_first_ms_1k_ranks_1k_tensors": first, "plan_ms_1k_ranks_1k_tensors": again})
     keys = found[0].keys()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -119,9 +119,9 @@ def _hash(template: bytes) -> bytes:
     return hashlib.blake2b(template, digest_size=_HASH_NBYTES).digest()
 
 
-def fingerprint(tensors: Sequence[HeldTensor]) -> str:
-    """A hash of one rank's layout, for comparing it with an earlier one of the same rank."""
-    return hashlib.blake2b(msgspec.json.encode(tensors), digest_size=_HASH_NBYTES).hexdigest()
+def fingerprint(tensors: Sequence[HeldTensor], aliases: Mapping[str, str]) -> str:
+    """A hash of one rank's layout and of its tied names, for comparing it with an earlier one of the same rank."""
+    return _hash(msgspec.json.encode([tensors, aliases])).hex()
 
 
 def exchange_layouts(

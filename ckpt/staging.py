@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import xxhash
 
 from surefoot.ckpt.boxes import Box, intersect, span
 from surefoot.ckpt.errors import StateMismatchError
@@ -27,7 +26,7 @@ from surefoot.ckpt.image import (
     data_view,
     verify_image,
 )
-from surefoot.ckpt.layouts import HeldTensor, exchange_layouts, layouts_of
+from surefoot.ckpt.layouts import HeldTensor, exchange_layouts, fingerprint, layouts_of
 from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, Placed, Plan, RankShare, nbytes_of, place
 
@@ -114,8 +113,8 @@ class Stager:
         For callers whose ranks tell each other something before each save anyway. Raises StateError.
         """
         found = self._live.collect(self._state, self._rank)
-        layout = msgspec.json.encode([[leaf.layout() for leaf in found.leaves.values()], found.aliases])
-        return self._nbytes(found), xxhash.xxh3_64_hexdigest(layout)
+        layout = [leaf.layout() for leaf in found.leaves.values()]
+        return self._nbytes(found), fingerprint(layout, found.aliases)
 
     def forget(self) -> None:
         """Let the next `stage` exchange layouts."""
