@@ -24,7 +24,7 @@ import msgspec
 import torch
 import xxhash
 
-from surefoot.ckpt.boxes import Box, intersect
+from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMissingError
 from surefoot.ckpt.filling import Fit, load_into
 from surefoot.ckpt.leaves import Leaf, part_of
@@ -38,7 +38,7 @@ from surefoot.ckpt.readplan import (
     Segment,
     Wants,
     plan_reads,
-    require_sound,
+    require_readable,
 )
 from surefoot.ckpt.restore import decode_manifest, read_manifest_bytes
 from surefoot.ckpt.sharing import Parcel, Party, bits
@@ -186,17 +186,21 @@ class ManifestSource:
 
         Raises:
             ElsewhereError: another rank refuses, and this one does not.
-            DamagedError: the manifest contradicts itself, or does not cover a tensor that some rank wants.
+            DamagedError: the manifest contradicts itself.
         """
         wish = _Wish(boxes=_boxes_of(wants), unused=tuple(unused))
         encoded = msgspec.msgpack.encode(wish)
-        damage = None if refusal else self._damage(wish)
+        damage: DamagedError | None = None
+        try:
+            require_readable(self._manifest)
+        except DamagedError as e:
+            damage = e
         word = _Word(
             refusal=refusal,
             wants=xxhash.xxh3_128_hexdigest(encoded),
             on_device=bool(wants) and all(v.is_cuda for w in wants for v in w.leaf.views),
         )
-        words = self._tell_all(word if damage is None else _failure(damage))
+        words = self._tell_all(word if damage is None or refusal else _failure(damage))
         if refusal:
             return unused
         _raise_first(words, damage)
@@ -237,25 +241,6 @@ class ManifestSource:
             self._plan = plan_reads(self._manifest, told, rank=party.rank, world_size=party.world_size)
         else:
             self._plan = plan_reads(self._manifest, [(1, mine.boxes)], rank=0, world_size=1)
-
-    def _damage(self, wish: _Wish) -> DamagedError | None:
-        """Whether the manifest can serve the wish. Its pieces are disjoint (their writers proved it), so counting elements is
-        enough."""
-        key = manifest_key(self._manifest.generation, self._manifest.step)
-        try:
-            require_sound(self._manifest)
-        except DamagedError as e:
-            return e
-        held = dict.fromkeys(wish.boxes, 0)
-        for o in self._manifest.objects:
-            for p in o.pieces:
-                for box in wish.boxes.get(p.name, ()):
-                    if (part := intersect(box, Box(p.offset, p.extent))) is not None:
-                        held[p.name] += part.numel
-        for name, found in held.items():
-            if found != sum(b.numel for b in wish.boxes[name]):
-                return DamagedError(f"{self.label} does not hold all of {name}: {key} is damaged", key=key)
-        return None
 
     # ---- the reading
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 import msgspec
 import torch.distributed as dist
 
+from surefoot.ckpt.aside import RESUME_TRIES, Resume
 from surefoot.ckpt.channel import Channel, open_channel
 from surefoot.ckpt.cleaning import apply_retention
 from surefoot.ckpt.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
@@ -34,7 +35,7 @@ from surefoot.ckpt.errors import (
     MemoryBudgetError,
 )
 from surefoot.ckpt.generation import open_generation
-from surefoot.ckpt.loading import Loaded, find_line, load_agreed
+from surefoot.ckpt.loading import Loaded, find_line, load_agreed, note_start
 from surefoot.ckpt.manifest import Manifest, ManifestRef
 from surefoot.ckpt.record import StartRef, list_manifests
 from surefoot.ckpt.restore import read_manifest
@@ -121,6 +122,8 @@ class Checkpointer:
         memory_budget: bytes of host memory that a staged state of one rank may take; None: no limit.
         deadline_s: how long one save may take until it is given up.
         start_over: the first save may leave behind what the root holds, although nothing was loaded.
+        resume_tries: how many starts may die after resuming from the newest step until a load takes the one before it (see
+            ckpt/aside.py); None: any number.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Checkpointer:
         memory_budget: int | None = None,
         deadline_s: float = 600.0,
         start_over: bool = False,
+        resume_tries: int | None = RESUME_TRIES,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"every = {every}: save every so many steps, at least 1, or leave it out")
@@ -144,6 +148,8 @@ class Checkpointer:
         self._memory_budget = memory_budget
         self._deadline_s = deadline_s
         self._start_over = start_over
+        self._resume_tries = resume_tries
+        self._resume: Resume | None = None
         self._channel: Channel | None = None
         self._stager: Stager | None = None
         self._memory: mmap.mmap | None = None
@@ -157,24 +163,45 @@ class Checkpointer:
     # ---- public
 
     def load(
-        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool = True
+        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool = True, wait_s: float = 0.0
     ) -> Loaded | None:
         """Fill `state` in place from the newest readable step (or from `step`); None where the root holds nothing.
 
         The next save then continues from there: it opens a generation of its own, and steps beyond leave the lineage.
 
+        Args:
+            wait_s: how long to wait for `step`, where it is not committed yet.
+
         Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
         """
+        loaded = self._load(state, step, strict=strict, wait_s=wait_s)
+        if loaded is not None and self._resume is None:
+            self._resume = note_start(self._store, self._opened(), loaded)
+        return loaded
+
+    def _load(
+        self, state: Mapping[str, Any], step: int | None, *, strict: bool, wait_s: float = 0.0
+    ) -> Loaded | None:
+        """`load` without a resume marker."""
         channel = self._opened()
         self._settle()
         self._seen = frozenset(list_manifests(self._store)) if channel.rank == 0 else frozenset()
-        loaded = load_agreed(self._store, channel, state, step=step, strict=strict)
+        loaded = load_agreed(
+            self._store,
+            channel,
+            state,
+            step=step,
+            strict=strict,
+            group=self._group,
+            resume_tries=self._resume_tries,
+            wait_s=wait_s,
+        )
         if loaded is not None:
             self._start = StartRef(generation=loaded.generation, step=loaded.step)
             self._generation = None
             if channel.rank == 0:
                 for passed, why in loaded.passed_over:
-                    _log.warning("step %d is damaged and was passed over: %s", passed, why)
+                    _log.warning("step %d was passed over: %s", passed, why)
         return loaded
 
     def save(
@@ -223,8 +250,15 @@ class Checkpointer:
         """
         try:
             self._settle()
+            self._settle_resume()
         finally:
             self._release()
+
+    def _settle_resume(self) -> None:
+        """This start has got further than what it resumed from, or ends in peace."""
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume.settle()
 
     def __enter__(self) -> Self:
         return self
@@ -235,6 +269,8 @@ class Checkpointer:
         if error is None:
             self.close()
             return
+        if isinstance(error, Exception):  # somebody who interrupts it has nothing against the checkpoint
+            self._resume = None
         try:
             self.close()
         except Exception as e:
@@ -411,6 +447,8 @@ class Checkpointer:
         if channel.world_size > 1:
             channel.tell(job.attempt, msgspec.json.encode(outcome))
         _log.debug("step %d: %s after %.3f s", job.step, outcome, time.monotonic() - begun)
+        if outcome.committed:
+            self._settle_resume()
         if outcome.committed and self._retention is not None:
             self._retain(self._retention, job.generation)
         return outcome
@@ -475,4 +513,4 @@ def load(
 ) -> Loaded | None:
     """Load once: see `Checkpointer.load`. Collective."""
     with Checkpointer(root, group) as c:
-        return c.load(state, step, strict=strict)
+        return c._load(state, step, strict=strict)

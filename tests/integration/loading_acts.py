@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot import ckpt
-from surefoot.ckpt import tiers
+from surefoot.ckpt import readplan, tiers
 from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
 from surefoot.ckpt.inspect import find
@@ -119,6 +119,7 @@ def save(root: str, layout: str, *steps: int) -> None:
 
 def load(root: str, layout: str, fail_rank: int = -1, fail_after: int = 0) -> dict[str, Any]:
     """Returns what was read by this rank, and how the load ended."""
+    readplan.ROUND_NBYTES = 2**20  # every block is a round of its own
     fails = dist.get_rank() == fail_rank
     store = Counting(open_store(root), fail_after=fail_after if fails else None)
     state = state_of(layout, filled=False)

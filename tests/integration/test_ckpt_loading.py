@@ -54,3 +54,64 @@ def test_every_byte_is_read_once_per_job(
     if on == 8:
         by_rank = [sum(n for key, n in t["read"].items() if key.endswith(".safetensors")) for t in told]
         assert max(by_rank) < stored, "the reading is divided"
+
+
+@pytest.mark.parametrize("loaded", ["ddp", "tp"])
+def test_a_rank_that_fails_in_the_middle_fails_all_and_none_hangs(
+    ranks: Ranks, root: str, loaded: str
+) -> None:
+    """The store goes away for one rank, in its first block, within one, and in the last of all rounds: everybody raises, and
+    names it."""
+    ranks(1, "loading_acts:save", root, "ddp", 20)
+    for fail_rank, after in ((0, 0), (0, 3), (2, 0)):
+        told = ranks(4, "loading_acts:load", root, loaded, fail_rank, after)
+        for rank, t in enumerate(told):
+            assert "the cable is out" in t["error"], t
+            kind = "ObjectStoreUnavailableError" if rank == fail_rank else "ElsewhereError: rank"
+            assert t["error"].startswith(kind)
+
+
+def flip_last_block(root: str, step: int, rank: int) -> str:
+    """One bit of what `rank` wrote; returns the object's key."""
+    manifest, _ = find(open_store(root), step)
+    source = next(o for o in manifest.objects if f"r{rank:05d}" in o.key)
+    path = Path(root.removeprefix("file://")) / source.key
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return source.key
+
+
+def test_damage_that_one_rank_sees_sends_all_to_the_same_older_step(ranks: Ranks, root: str) -> None:
+    """CKP-35, CKP-34: only rank 2 reads the bad shard. It is set aside, not deleted; the next load passes it over at once, and
+    one that asks for it tries it."""
+    ranks(4, "loading_acts:save", root, "fsdp", 20, 40, 60)
+    key = flip_last_block(root, 60, 2)
+    told = ranks(4, "loading_acts:load", root, "fsdp")
+    assert [(t["error"], t["step"]) for t in told] == [("", 40)] * 4
+    whats = [t["passed_over"] for t in told]
+    assert whats == [whats[0]] * 4
+    [(step, what)] = whats[0]
+    assert step == 60
+    assert what.startswith("rank 2: ")
+    assert key in what
+    store = open_store(root)
+    assert store.read(key), "nothing is deleted"
+    assert any(o.key.endswith("step-0000000060/aside.json") for o in store.list("gen-"))
+    again = ranks(4, "loading_acts:load", root, "fsdp")
+    assert [t["step"] for t in again] == [40] * 4
+    assert data_read(again, store, 60)[0] == 0, "it is not tried again"
+    assert key in again[3]["passed_over"][0][1]
+
+
+def test_ranks_under_an_agent_share_and_never_fall_back(ranks: Ranks, root: str) -> None:
+    """CKP-43 and CKP-35 through restore_committed: damage is told to all, and which step comes next is not theirs to say."""
+    ranks(2, "loading_acts:save", root, "fsdp", 20, 40)
+    told = ranks(4, "loading_acts:restore", root, "ddp", 40)
+    assert [t["error"] for t in told] == [""] * 4
+    read, stored = data_read(told, open_store(root), 40)
+    assert read == stored
+    key = flip_last_block(root, 40, 1)
+    told = ranks(4, "loading_acts:restore", root, "ddp", 40)
+    assert all(t["error"].startswith(f"{key} rank ") for t in told), told
+    assert len({t["error"] for t in told}) == 1
