@@ -55,7 +55,9 @@ class S3ObjectStore:
         self._prefix = f"{prefix}/" if prefix else ""
         self._deadline_s = deadline_s
         self._sizing = Sizing(
-            part_nbytes=part_nbytes, parts_in_flight=in_flight, try_s=try_s or deadline_s / 3
+            part_nbytes=part_nbytes,
+            parts_in_flight=in_flight,
+            try_s=deadline_s / 3 if try_s is None else try_s,
         )
         self._session = Session()
 
@@ -155,6 +157,7 @@ class S3ObjectStore:
                 at += reading.nbytes
             return await asyncio.gather(*readings)
 
+        self._session.open(Call(root=self.root, what="read", key=key), patience)
         return sum(self._session.submit(read_all()).result())
 
     async def _reading(self, reading: Any, key: str, patience: Patience, slots: asyncio.Semaphore) -> int:

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from s3fs import S3FileSystem
@@ -109,35 +109,58 @@ class Session:
 
     def __init__(self) -> None:
         self._opened: Any = None
+        self._client: Any = None
         self._lock = threading.Lock()
 
-    def _fs(self) -> Any:
-        with self._lock:
-            if self._opened is None:
-                # Not shared: s3fs would cache it, with our settings, for others.
-                self._opened = S3FileSystem(
-                    skip_instance_cache=True, use_listings_cache=False, config_kwargs=_SETTINGS
+    def open(self, call: Call, patience: Patience) -> None:
+        """Find keys and endpoint, make a client. Takes part of a second at first, and nothing of a try's time; `call` is for the
+        words of the error. Raises: the typed error of `call`, never ObjectUnknownError."""
+        if self._client is None:
+            with self._lock:
+                self._client = self._client or self._await(
+                    patiently(self._connect, call, patience), call, patience
                 )
-            return self._opened
-
-    async def call(self, method: str, **arguments: Any) -> Any:
-        """One call of the S3 client, as botocore names it; tried once. Raises what botocore raises."""
-        client = await self._fs().set_session()
-        return await getattr(client, method)(**arguments)
-
-    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Start it on the loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._fs().loop)
 
     def run(self, attempt: Callable[[], Awaitable[_T]], call: Call, patience: Patience) -> _T:
         """`patiently`, from a thread that waits. Raises: the typed error of `call`."""
-        future = self.submit(patiently(attempt, call, patience))
+        self.open(replace(call, creates=False), patience)
+        return self._await(patiently(attempt, call, patience), call, patience)
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """One call of the S3 client, as botocore names it; tried once. Raises what botocore raises."""
+        return await getattr(self._client, method)(**arguments)
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Start it on s3fs' loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._fs().loop)
+
+    def _fs(self) -> Any:
+        if self._opened is None:
+            # Not shared: s3fs would cache it, with our settings, for others.
+            self._opened = S3FileSystem(
+                skip_instance_cache=True, use_listings_cache=False, config_kwargs=_SETTINGS
+            )
+        return self._opened
+
+    async def _connect(self) -> Any:
+        client = await self._fs().set_session()
+        client.meta.events.register_last("before-call.s3", _expect_nothing, unique_id="surefoot")
+        return client
+
+    def _await(self, coroutine: Coroutine[Any, Any, _T], call: Call, patience: Patience) -> _T:
+        future = self.submit(coroutine)
         try:
             return future.result(max(patience.left_s(), 0.0) + LATE_S)
         except FutureTimeoutError as e:
             future.cancel()
             stuck = TimeoutError("the event loop of s3fs does not answer")
             raise typed(stuck, Verdict.CUT_OFF, call, may_have_worked=call.creates, tries=1) from e
+
+
+def _expect_nothing(params: dict[str, Any], **_: Any) -> None:
+    """No ``Expect: 100-continue``, which botocore adds to streamed bodies: aiohttp would wait without end for the "continue" of
+    a store that knows nothing of it."""
+    params["headers"].pop("Expect", None)
 
 
 _SETTINGS = {

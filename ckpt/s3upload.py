@@ -332,6 +332,7 @@ def put_conditionally(
 ) -> None:
     """Create a small object with one PUT. Raises as `ObjectStore.create`."""
     nonce = secrets.token_hex(8)
+    small = b"".join(views) if sum(map(len, views)) <= SEND_NBYTES else None
 
     async def attempt() -> None:
         body = Body(views)
@@ -339,7 +340,7 @@ def put_conditionally(
             await session.call(
                 "put_object",
                 **target.address(),
-                Body=body if len(body) else b"",
+                Body=body if small is None else small,
                 ChecksumCRC32=crc_header(crc),
                 Metadata={NONCE: nonce},
                 IfNoneMatch="*",

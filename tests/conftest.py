@@ -70,11 +70,11 @@ def job() -> str:
     return f"job-{uuid.uuid4().hex[:12]}"
 
 
-def _s3server() -> Any:
-    """tests/contract/s3server.py; in pytest's import mode `importlib` the tests are no package to import from."""
-    spec = importlib.util.spec_from_file_location(
-        "s3server", Path(__file__).parent / "contract" / "s3server.py"
-    )
+def _contract(name: str) -> Any:
+    """tests/contract/<name>.py; in pytest's import mode `importlib` the tests are no package to import from."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "contract" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -86,7 +86,7 @@ def _s3server() -> Any:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One real S3 server for the whole run (an `S3Server` of tests/contract/s3server.py) with a bucket ``test``."""
-    server = _s3server()
+    server = _contract("s3server")
     with server.run_s3(tmp_path_factory.mktemp("weed"), bucket="test") as running:
         yield running
 
@@ -97,3 +97,18 @@ def s3_url(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in s3_server.env().items():
         monkeypatch.setenv(name, value)
     return f"s3://test/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def s3_proxy(s3_server: Any, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An `S3Proxy` (tests/contract/s3proxy.py tells how to use it) that stands before the S3 server for this test; the AWS
+    variables lead to it. Its `root` is `s3_url`."""
+    with _contract("s3proxy").run_proxy(s3_server, s3_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+@pytest.fixture
+def s3_faults() -> Any:
+    """The module tests/contract/s3proxy.py, for what faults do: ``s3_faults.status(503, "SlowDown")``."""
+    return _contract("s3proxy")
