@@ -26,10 +26,11 @@ import argparse
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ class Bench:
 
     size: Size
     say: Callable[[str], None]
+    beside: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What goes into the result beside the keys."""
 
     @contextmanager
     def world(self, *, layout: str = "fsdp", nbytes: int = 0, **words: Any) -> Iterator[tuple[World, int]]:
@@ -250,8 +253,16 @@ def dp8(bench: Bench) -> Rows:
 
 
 def plan(bench: Bench) -> Rows:
-    """Planning, measured by bench/plan.py on its own."""
-    raise BenchError("bench/plan.py is not there yet")
+    """Planning in simulated worlds of up to 16,384 ranks, by bench/plan.py."""
+    command = [sys.executable, str(Path(__file__).with_name("plan.py")), "--json"]
+    command += ["--quick"] if bench.size is QUICK else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BenchError(f"plan.py ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    found = json.loads(done.stdout)
+    bench.beside["plan_curve"] = found["curve"]
+    bench.beside["plan_worst_first_ms"] = found["worst_first_ms"]
+    return found["rounds"]
 
 
 def s3(bench: Bench) -> Rows:
@@ -351,7 +362,7 @@ def measure(bench: Bench, sections: list[str]) -> dict[str, Any]:
         for section in sections:
             bench.say(f"{section}: {(MEASURE[section].__doc__ or '').strip()}")
             rows[section] = MEASURE[section](bench)
-    result = paired.summary(rows)
+    result = paired.summary(rows) | bench.beside
     if "memory" in rows:
         settled = [row["settled_nbytes"] for row in rows["memory"]]
         result["rss_drift_over_staged"] = paired.rounded(
