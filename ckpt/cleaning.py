@@ -25,7 +25,7 @@ from surefoot.ckpt.manifest import (
 from surefoot.ckpt.orphans import Holdings, Orphan, generations_over, orphans, sort_out
 from surefoot.ckpt.record import lineage, list_records, read_records
 from surefoot.ckpt.retention import Retention, Verdict, held_of, judge, objects_of
-from surefoot.ckpt.store import ObjectMissingError, ObjectStore
+from surefoot.ckpt.store import ObjectMissingError, ObjectStore, Unfinished
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
@@ -70,7 +70,7 @@ def judge_line(store: ObjectStore, retention: Retention, generation: int | None 
 
 def sweep_orphans(store: ObjectStore) -> list[Orphan]:
     """Delete what earlier generations left behind, now that a newer one has committed; returns it. Ledgers stay (`gc` knows
-    which of them nobody needs).
+    which of them nobody needs). Their unfinished uploads are discarded as well.
 
     Raises: ObjectStore…Error.
     """
@@ -85,6 +85,9 @@ def sweep_orphans(store: ObjectStore) -> list[Orphan]:
             "attempt %s at step %d of generation %d is swept, %d bytes: %s",
             *(a.attempt, a.step, a.generation, orphan.nbytes, orphan.reason),
         )
+    for upload in _stale(store, over_below):
+        store.discard(upload)
+        _log.info("what was never finished of %s is discarded: its generation is over", _in_words(upload))
     return found
 
 
@@ -175,7 +178,7 @@ def plan_gc(store: ObjectStore, retention: Retention | None, *, off_lineage: boo
         checkpoints=tuple(doomed),
         orphans=tuple(found),
         stale_flags=tuple(stale),
-        unfinished=tuple(str(u) for g in _over(store, over_below) for u in store.unfinished(f"gen-{g:04d}/")),
+        unfinished=tuple(_in_words(u) for u in _stale(store, over_below)),
         foreign=tuple(sorted(holdings.foreign)),
         foreign_nbytes=sum(holdings.foreign.values()),
     )
@@ -187,8 +190,7 @@ def carry_out(store: ObjectStore, plan: GcPlan, progress: Progress | None = None
     Raises: ObjectStore…Error; what was deleted stays deleted.
     """
     over_below = _survey(store)[2]
-    uploads = [u for g in _over(store, over_below) for u in store.unfinished(f"gen-{g:04d}/")]
-    uploads = [u for u in uploads if str(u) in plan.unfinished]
+    uploads = [u for u in _stale(store, over_below) if _in_words(u) in plan.unfinished]
     todo: list[Callable[[], object]] = [
         *(lambda ref=c.ref: _delete_checkpoint(store, ref) for c in plan.checkpoints),
         *(lambda key=key: store.delete(key) for o in plan.orphans for key in o.keys),
@@ -222,8 +224,14 @@ def _attempt_of(store: ObjectStore, ref: ManifestRef) -> str | None:
         return None
 
 
-def _over(store: ObjectStore, over_below: int) -> list[int]:
-    return [g for g in list_records(store) if g < over_below]
+def _stale(store: ObjectStore, over_below: int) -> list[Unfinished]:
+    """Uploads and temporary files of generations that are over."""
+    over = [g for g in list_records(store) if g < over_below]
+    return [u for g in over for u in store.unfinished(f"gen-{g:04d}/")]
+
+
+def _in_words(u: Unfinished) -> str:
+    return f"{u.key} ({u.token})"
 
 
 def _doomed_by(store: ObjectStore, retention: Retention, holdings: Holdings) -> list[Doomed]:

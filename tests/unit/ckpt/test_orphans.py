@@ -79,8 +79,11 @@ def test_a_higher_record_alone_does_not_end_a_generation(store: MemoryObjectStor
     assert swept(store) == [(1, 20, "other")]
     commit(store, 2, 25)
     put(store, 2, 30, "in-flight")
+    store.upload(object_key(2, 30, "in-flight", 1), 5, deadline_s=5)
+    assert len(store.unfinished("")) == 2
     assert swept(store) == [(1, 40, "dead")]
     assert store.read(object_key(2, 30, "in-flight", 0))
+    assert [u.key for u in store.unfinished("")] == [object_key(2, 30, "in-flight", 1)]
 
 
 def test_a_manifest_without_a_record_ends_nothing(store: MemoryObjectStore) -> None:
