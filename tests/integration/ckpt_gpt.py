@@ -1,0 +1,134 @@
+"""Ranks for test_ckpt_gpt.py: the example's GPT trained, saved and loaded by plain scripts of several layouts.
+
+Each act builds the model anew, from another seed than the one that was saved, so that what it finds came from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from surefoot import ckpt
+from surefoot.examples.gpt import GPT, Config, sum_of_token_losses
+
+CONFIG = Config(vocab=48, seq_len=16, width=24, heads=4, hidden=40, layers=2)
+CPU = torch.device("cpu")
+
+
+def ddp(model: GPT) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp_and_tp(model: GPT) -> nn.Module:
+    """2 x 2. Heads of one matrix stand beside each other (qkv), so column shards are gathered before they are taken apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = {"output_layouts": Replicate()}
+    block = {
+        "qkv": ColwiseParallel(**whole),
+        "out": RowwiseParallel(input_layouts=Replicate()),
+        "up": ColwiseParallel(**whole),
+        "down": RowwiseParallel(input_layouts=Replicate()),
+    }
+    plan: dict[str, Any] = {f"blocks.{i}.{n}": p for i in range(CONFIG.layers) for n, p in block.items()}
+    plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(**whole)
+    parallelize_module(model, mesh["tp"], plan)
+    for b in model.blocks:
+        fully_shard(b, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+LAYOUTS = {"ddp": ddp, "fsdp2 x tp": fsdp_and_tp}
+
+
+def build(layout: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = LAYOUTS[layout](GPT(CONFIG))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    sched = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1 / (step + 1))
+    return {"model": model, "optim": optim, "sched": sched}
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, CONFIG.vocab, (2, CONFIG.seq_len), generator=draw)
+    return {
+        "tokens": tokens,
+        "document_ids": torch.zeros_like(tokens),
+        "position_ids": torch.arange(CONFIG.seq_len).expand_as(tokens),
+        "labels": tokens.roll(-1, 1),
+    }
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    for seed in range(steps):
+        sum_of_token_losses(state["model"], batch(seed), CPU).backward()
+        state["optim"].step()
+        state["sched"].step()
+        state["optim"].zero_grad()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    b = batch(99)
+    with torch.no_grad():
+        return model(b["tokens"], b["document_ids"], b["position_ids"])
+
+
+def digests(state: dict[str, Any]) -> dict[str, str]:
+    """A hash of every whole parameter and of its moments, by plain names."""
+    found: dict[str, str] = {}
+    for name, p in state["model"].named_parameters():
+        for key, t in {"": p, **state["optim"].state[p]}.items():
+            whole = t.full_tensor() if isinstance(t, DTensor) else t
+            raw = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            found[f"{name.removeprefix('module.')} {key}"] = hashlib.sha256(raw).hexdigest()
+    return found
+
+
+def train_and_save(root: str, layout: str) -> dict[str, Any]:
+    state = build(layout, seed=1)
+    train(state, 2)
+    ckpt.save(root, 2, state)
+    return {"digests": digests(state), "logits": logits(state["model"]).tolist(), "lr": lr_of(state)}
+
+
+def load_and_go_on(root: str, layout: str) -> dict[str, Any]:
+    """What it finds; then two steps more, saved as well."""
+    state = build(layout, seed=7 + dist.get_rank())
+    with ckpt.Checkpointer(root) as c:
+        loaded = c.load(state)
+        assert loaded is not None
+        found = {"digests": digests(state), "logits": logits(state["model"]).tolist(), "lr": lr_of(state)}
+        train(state, 2)
+        c.save(loaded.step + 2, state).wait()
+    return found
+
+
+def lr_of(state: dict[str, Any]) -> float:
+    return state["optim"].param_groups[0]["lr"]
+
+
+def export_and_run(root: str, dest: str) -> dict[str, Any]:
+    """The logits of a plain model that was given the exported files, and of one that loaded the checkpoint."""
+    ckpt.export(root, None, dest, shard_nbytes=20_000)
+    weights: dict[str, torch.Tensor] = {}
+    files = sorted(Path(dest).glob("*.safetensors"))
+    for path in files:
+        weights |= load_file(path)
+    torch.manual_seed(31)
+    exported, loaded = GPT(CONFIG), GPT(CONFIG)
+    exported.load_state_dict(weights)
+    ckpt.load(root, {"model": loaded}, strict=False)
+    return {"files": len(files), "exported": logits(exported).tolist(), "loaded": logits(loaded).tolist()}
