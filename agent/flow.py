@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,8 @@ class SnapshotFlow:
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._refused: set[AttemptKey] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self._last_commit: tuple[int, float] | None = None
+        """Its step, and when it was told, on the monotonic clock."""
 
     def begin(self, plan: wire.Plan, launch: decide.Launch) -> None:
         """Another generation runs here from now on."""
@@ -312,11 +315,20 @@ class SnapshotFlow:
 
     def _tell_commit(self, committed: wire.Committed) -> None:
         """To the ranks and into the status; a failure also into the log and, until a commit succeeds, for all to see."""
-        why = f"step {committed.step} is not committed: {committed.failure}" if committed.failure else ""
-        if why:
+        why = ""
+        if committed.failure:
+            why = f"step {committed.step} is not committed: {committed.failure}; {self._age_of_last_commit()}"
             log.warning("generation %d, %s", committed.generation, why)
+        elif not committed.fenced_by:
+            self._last_commit = (committed.step, time.monotonic())
         self._hooks.note("commit", why)
         self._hooks.committed(committed)
+
+    def _age_of_last_commit(self) -> str:
+        if self._last_commit is None:
+            return "nothing was committed before it"
+        step, at = self._last_commit
+        return f"the last commit, of step {step}, is {time.monotonic() - at:.0f} s old"
 
     def _abandon(self, key: AttemptKey, reason: str, member: wire.Member) -> None:
         """Leave word, so that the committer need not wait; the committer itself tells the ranks at once."""
