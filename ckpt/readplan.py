@@ -26,9 +26,11 @@ from surefoot.ckpt.plan import ITEMSIZES
 
 SEGMENT_NBYTES = 16 * 2**20
 """Read at once: a good size of part for an object store, and small enough that several in flight are little memory."""
+SHARE_NBYTES = 8 * 2**20
+"""Shared segments are smaller: they pass through scratch memory, and more ranks take part in reading."""
 SHARES_EACH = 4
 """Shared segments for each rank to read, at least, where there is enough to share."""
-ROUND_NBYTES = 64 * 2**20
+ROUND_NBYTES = 32 * 2**20
 """Passed on together."""
 BLOCK_ALIGN_NBYTES = 16
 """The largest element: blocks begin between two elements of any type."""
@@ -157,7 +159,7 @@ def plan_reads(
         if ranks.bit_count() > 1
     )
     # Small enough that every rank has a few to read.
-    share_nbytes = min(SEGMENT_NBYTES, shared // (SHARES_EACH * world_size))
+    share_nbytes = min(SHARE_NBYTES, shared // (SHARES_EACH * world_size))
     segments = [
         segment
         for number, first, stop, ranks in runs

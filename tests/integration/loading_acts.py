@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,51 +16,43 @@ from surefoot import ckpt
 from surefoot.ckpt import readplan, tiers
 from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
+from surefoot.ckpt.files import FileObjectStore
 from surefoot.ckpt.inspect import find
 from surefoot.ckpt.loading import load_agreed
-from surefoot.ckpt.store import ObjectStore, ObjectStoreUnavailableError, open_store
+from surefoot.ckpt.store import ObjectStoreUnavailableError, open_store
 
 SHAPES = {"w": (1030, 2050), "v": (700, 11, 7), "b": (4099,), "s": ()}
 """8.5 MB of float32: three blocks, none of whose borders falls between two rows; sizes that nothing divides."""
 TYPES = {"w": torch.float32, "v": torch.bfloat16, "b": torch.float8_e4m3fn, "s": torch.int64}
 
 
-class Counting:
+class Counting(FileObjectStore):
     """A store that counts the bytes it gives out, by key, and fails when it is told to."""
 
-    nearby = True
-
-    def __init__(self, inner: ObjectStore, fail_after: int | None = None) -> None:
-        self._inner = inner
-        self._lock = threading.Lock()
+    def __init__(self, root: str, fail_after: int | None = None) -> None:
+        super().__init__(Path(root.removeprefix("file://")))
+        self._counting = threading.Lock()
         self._left = fail_after
         self.read_nbytes: dict[str, int] = {}
 
-    @property
-    def root(self) -> str:
-        return self._inner.root
-
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        data = self._inner.read(key, start, length)
+        data = super().read(key, start, length)
         self._count(key, len(data))
         return data
 
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
-        with self._lock:
+        with self._counting:
             if self._left is not None:
                 self._left -= 1
                 if self._left < 0:
                     raise ObjectStoreUnavailableError(f"{key}: the cable is out")
-        nbytes = self._inner.read_into(key, start, views)
+        nbytes = super().read_into(key, start, views)
         self._count(key, nbytes)
         return nbytes
 
     def _count(self, key: str, nbytes: int) -> None:
-        with self._lock:
+        with self._counting:
             self.read_nbytes[key] = self.read_nbytes.get(key, 0) + nbytes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def value_of(name: str) -> torch.Tensor:
@@ -121,7 +114,7 @@ def load(root: str, layout: str, fail_rank: int = -1, fail_after: int = 0) -> di
     """Returns what was read by this rank, and how the load ended."""
     readplan.ROUND_NBYTES = 2**20  # every block is a round of its own
     fails = dist.get_rank() == fail_rank
-    store = Counting(open_store(root), fail_after=fail_after if fails else None)
+    store = Counting(root, fail_after if fails else None)
     state = state_of(layout, filled=False)
     channel = open_channel(None, 30.0)
     told: dict[str, Any] = {"error": "", "step": None}
@@ -148,7 +141,7 @@ def restore(root: str, layout: str, step: int) -> dict[str, Any]:
         dist.all_gather_object(found, data)
         return found
 
-    store = Counting(open_store(root))
+    store = Counting(root)
     state = state_of(layout, filled=False)
     manifest, _ = find(open_store(root), step)
     told: dict[str, Any] = {"error": ""}

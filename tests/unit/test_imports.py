@@ -124,6 +124,7 @@ DOORS: dict[str, tuple[str, ...]] = {
             ),
             "ckpt.saving",
             "ckpt.loading",
+            "ckpt.carrying",
             "ckpt.fetching",
             "ckpt.sharing",
             "ckpt.channel",
