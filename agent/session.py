@@ -182,6 +182,7 @@ class Run:
                 seed=self.seed,
                 steps=self.spec.job.steps,
                 every_steps=self.spec.checkpoint.every_steps,
+                every_s=self.spec.checkpoint.every_s,
                 restore_path=self._link.start_msg.restore_path,
                 limits=self._limits,
             ),

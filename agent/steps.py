@@ -70,6 +70,8 @@ class LoopFacts:
     """The last step."""
     every_steps: int
     """Distance of commits."""
+    every_s: float | None = None
+    """Instead: seconds from one attempt to the next, by rank 0's clock."""
     restore_path: str | None
     limits: Limits
 
@@ -121,18 +123,30 @@ class Shell(Protocol):
         ...
 
 
-def attempt_due(step: int, *, steps: int, every_steps: int, attempted: int, pending: bool) -> bool:
+def attempt_due(
+    step: int,
+    *,
+    steps: int,
+    every_steps: int,
+    attempted: int,
+    pending: bool,
+    every_s: float | None = None,
+    since_s: float = 0.0,
+) -> bool:
     """Whether to begin committing `step`.
 
-    Due are multiples of `every_steps`, and the last step. While an attempt is under way none is begun: the one that fell
+    Due are multiples of `every_steps` (or, with `every_s`, the first step after so many seconds), and the last step. While an attempt is under way none is begun: the one that fell
     due meanwhile is made up at the first step after it.
 
     Args:
         attempted: the step of the last attempt; the starting point's before the first.
         pending: that attempt has not been answered yet.
+        since_s: how long ago it was begun.
     """
     if step == steps:
         return True
+    if every_s is not None:
+        return not pending and since_s >= every_s
     return not pending and step // every_steps > attempted // every_steps
 
 
@@ -153,6 +167,7 @@ class StepLoop:
         tracer: Tracer,
         nonce: Callable[[], int] = lambda: secrets.randbits(62) | 1,
         pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
         self.state = state
@@ -165,11 +180,13 @@ class StepLoop:
         self.tracer = tracer
         self.nonce = nonce
         self.pause = pause
+        self.clock = clock
         self.pool = SlotPool()
         self.ledger: list[LedgerRow] = []
         self.staged: int | None = None
         """The newest step of which this life has staged a snapshot."""
         self.attempted = facts.plan.start.step
+        self.attempted_at = clock()
         self.pending: int | None = None
         """Rank 0: the step whose attempt is not answered yet."""
         self.finished = facts.plan.start.step
@@ -312,6 +329,8 @@ class StepLoop:
             every_steps=self.facts.every_steps,
             attempted=self.attempted,
             pending=self.pending is not None,
+            every_s=self.facts.every_s,
+            since_s=self.clock() - self.attempted_at,
         )
 
     def _extend_ledger(self, step: int, samples: Any, loss: str | None) -> None:
@@ -377,6 +396,7 @@ class StepLoop:
     def _announce(self, step: int, slot: int, attempt: str | None) -> None:
         if attempt is not None:
             self.attempted = step
+            self.attempted_at = self.clock()
             self.pending = step
         failpoint("snapshot.before_announce")
         self.link.send(SnapshotMsg(step=step, slot=slot, attempt=attempt))

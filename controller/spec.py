@@ -73,6 +73,8 @@ class CheckpointTable:
     memory_every_steps: int = 1
     every_steps: int = 20
     """A checkpoint in the object store each so many steps, and at the last step."""
+    every_s: float | None = None
+    """Instead: one as soon as so many seconds have passed since the last was begun, by rank 0's clock. None: by steps."""
     keep: int = 3
     """The newest so many checkpoints of the lineage are kept."""
     keep_every_steps: int | None = None
@@ -122,7 +124,10 @@ class JobSpec:
     @property
     def hash(self) -> str:
         """sha256 (hex) of what the file *means*: formatting, order of keys and defaults written out make no difference."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        meant = dataclasses.asdict(self)
+        if self.checkpoint.every_s is None:
+            del meant["checkpoint"]["every_s"]  # a key of later: without it a file means what it always meant
+        text = json.dumps(meant, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -251,7 +256,7 @@ def parse_spec(text: str, *, source: str = "job.toml") -> JobSpec:
         job=_job(check.table(raw, "job", JobTable)),
         program=_program(check.table(raw, "program", ProgramTable, extra=("command",))),
         layout=_layout(check.table(raw, "layout", LayoutTable)),
-        checkpoint=_checkpoint(check.table(raw, "checkpoint", CheckpointTable, extra=("every", "every_s"))),
+        checkpoint=_checkpoint(check.table(raw, "checkpoint", CheckpointTable, extra=("every",))),
         detect=_detect(check.table(raw, "detect", DetectTable)),
         policy=_policy(check.table(raw, "policy", PolicyTable)),
     )
@@ -552,8 +557,7 @@ def _mesh(table: _Table) -> dict[str, int]:
 
 _CADENCES = ("every", "every_s", "every_steps")
 _LATER = {
-    "every": "choosing the distance of checkpoints comes later; for now give every_steps",
-    "every_s": "checkpoints by time come later; for now give every_steps",
+    "every": "choosing the distance of checkpoints comes later; for now give every_steps or every_s",
 }
 
 
@@ -565,8 +569,12 @@ def _checkpoint(table: _Table) -> CheckpointTable:
         elif key in _LATER:
             table.problem(key, _LATER[key])
     every_steps = table.integer("every_steps", 20, 1)
+    every_s = table.number("every_s", 600.0, 0, above=True) if "every_s" in table else None
     keep_every = table.integer("keep_every_steps", 0, 1) if "keep_every_steps" in table else None
-    if keep_every is not None and keep_every % every_steps:
+    if keep_every is not None and every_s is not None:
+        reason = "needs every_steps: checkpoints by time fall on any step"
+        table.problem("keep_every_steps", reason)
+    elif keep_every is not None and keep_every % every_steps:
         reason = f"must be a multiple of every_steps ({every_steps}), is {keep_every}: checkpoints exist only there"
         table.problem("keep_every_steps", reason)
     if table.integer("memory_every_steps", 1, 1) > 1:
@@ -575,6 +583,7 @@ def _checkpoint(table: _Table) -> CheckpointTable:
         )
     return CheckpointTable(
         every_steps=every_steps,
+        every_s=every_s,
         keep=table.integer("keep", 3, 2, why="while one is written, the one before it is all there is"),
         keep_every_steps=keep_every,
         memory_budget=_size(table, "memory_budget"),

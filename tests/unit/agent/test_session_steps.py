@@ -167,8 +167,10 @@ class Bench:
         start: StartingPoint | None = None,
         steps: int = 6,
         every: int = 3,
+        every_s: float | None = None,
         data_ends: int = 100,
     ) -> None:
+        self.now_s = 0.0
         self.link = FakeLink(folder)
         self.stager = FakeStager()
         self.shell = FakeShell()
@@ -200,6 +202,7 @@ class Bench:
                 seed=1,
                 steps=steps,
                 every_steps=every,
+                every_s=every_s,
                 restore_path=str(restore_path) if plan.start.tier == "memory" else None,
                 limits=LIMITS,
             ),
@@ -213,6 +216,7 @@ class Bench:
             tracer=Tracer(generation=GENERATION, rank=0),
             nonce=lambda: next(nonces),
             pause=self.pauses.append,
+            clock=lambda: self.now_s,
         )
 
     def _restore_committed(self, generation: int, step: int) -> FakeRestored:
@@ -412,6 +416,24 @@ def test_nothing_is_left_to_do(tmp_path: Path) -> None:
 )
 def test_attempt_due(step: int, attempted: int, pending: bool, due: bool) -> None:
     assert attempt_due(step, steps=100, every_steps=20, attempted=attempted, pending=pending) is due
+
+
+@pytest.mark.parametrize(
+    ("step", "since_s", "pending", "due"),
+    [(20, 9.9, False, False), (21, 10.0, False, True), (22, 11.0, True, False), (100, 0.0, True, True)],
+)
+def test_attempt_due_by_seconds(step: int, since_s: float, pending: bool, due: bool) -> None:
+    how = {"every_steps": 20, "attempted": 0, "every_s": 10.0}
+    assert attempt_due(step, steps=100, pending=pending, since_s=since_s, **how) is due
+
+
+def test_commits_by_the_clock(tmp_path: Path) -> None:
+    """Steps of 4 s, a checkpoint as soon as 10 s have passed since the last."""
+    bench = Bench(tmp_path, steps=10, every_s=10.0)
+    for _ in bench.loop:
+        next(bench.data)
+        bench.now_s += 4.0
+    assert [step for step, _ in bench.attempts] == [3, 6, 9, 10]
 
 
 def test_an_unanswered_attempt_does_not_stop_training(bench: Bench) -> None:
