@@ -7,6 +7,7 @@ from typing import Any
 
 import kill_points
 import torch
+from kill_points import Kill, Watch
 
 from surefoot import ckpt
 
@@ -23,18 +24,19 @@ def state_at(step: int) -> dict[str, Any]:
     }
 
 
-def save(root: str, step: int, watch: dict[str, Any] | None) -> int | None:
-    """Load the newest step, save `step` in the background, and wait for it. Returns the step that was loaded."""
+def save(
+    root: str, step: int, watch: dict[str, Any] | None = None, kill: dict[str, Any] | None = None
+) -> None:
+    """Load the newest step, save `step` in the background, and wait for it."""
     rank = int(os.environ["RANK"])
     if watch is not None:
-        kill_points.install(kill_points.decoded(dict(watch)), f"rank{rank}")
+        kill_points.install(Watch(**watch), f"rank{rank}")
     with ckpt.Checkpointer(root) as c:
-        loaded = c.load(state_at(0))
+        c.load(state_at(0))
         if watch is not None and rank == 0:
-            kill_points.arm(watch["log"])
+            kill_points.arm(watch["log"], Kill(**kill) if kill else None)
         c.save(step, state_at(step)).wait()
         print(f"acknowledged {step}", flush=True)
-    return None if loaded is None else loaded.step
 
 
 def go_on(roots: list[tuple[str, int]], step: int) -> None:

@@ -1,8 +1,8 @@
 """Notes every write of a process below a root, or to an S3 server, and kills it, with all its fellows, at a chosen one.
 
 A *point* is a system call that changes something: a file or folder made, bytes written, an fsync, a link, a removal; on S3
-every send on a connection to the server, named by its request. A recorded run lists the points; a run with a `Kill` ends by
-SIGKILL just before one of them takes effect, or after some of its bytes went out.
+a request to the server. A recorded run lists the points; a run with a `Kill` ends by SIGKILL just before one of them takes
+effect, or after some of its bytes went out, or the call fails there with an errno.
 
 Watched are `os` and sockets as Python code calls them, in the process that calls `install` and, through killing/sitecustomize.py,
 in every Python process it starts.
@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -44,7 +45,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """SIGKILL at a point, once `after_nbytes` of its bytes went out; `alone`: only the process that comes to it."""
+    """SIGKILL at a point, once `after_nbytes` of its bytes went out; `alone`: only the process that comes to it. With an
+    `errno` nobody dies: the call fails."""
 
     role: str
     what: str
@@ -52,17 +54,17 @@ class Kill:
     nth: int
     after_nbytes: int = 0
     alone: bool = False
+    errno: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """What is watched: writes below `folder`; or, where there is a `port`, what is sent to the S3 server there, `folder` being the
-    bucket and prefix. Notes go to `<log>.points`. Counting begins once `<log>.armed` exists."""
+    bucket and prefix. Notes go to `<log>.points`, from the first `arm` on."""
 
     log: str
     folder: str
     port: int = 0
-    kill: Kill | None = None
 
 
 def points_of(log: str) -> list[Point]:
@@ -76,8 +78,12 @@ def points_of(log: str) -> list[Point]:
     return list(found.values())
 
 
-def arm(log: str) -> None:
-    Path(f"{log}.armed").touch()
+def arm(log: str, kill: Kill | None) -> None:
+    """From here on points are noted, and counted from 1; at `kill` it happens."""
+    Path(f"{log}.fired").unlink(missing_ok=True)
+    words = json.dumps(asdict(kill) if kill is not None else None)
+    Path(f"{log}.new").write_text(f"{time.monotonic_ns()} {words}")
+    os.rename(f"{log}.new", f"{log}.armed")
 
 
 def fired(log: str) -> bool:
@@ -88,7 +94,7 @@ def from_environment() -> None:
     """In a process that a watched one started."""
     if text := os.environ.get(VARIABLE):
         role, words = json.loads(text)
-        _Watcher(decoded(words), f"{role}'s {Path(sys.argv[0]).stem if sys.argv else 'child'}").patch()
+        _Watcher(Watch(**words), f"{role}'s {Path(sys.argv[0]).stem if sys.argv else 'child'}").patch()
 
 
 def install(watch: Watch, role: str) -> None:
@@ -97,11 +103,6 @@ def install(watch: Watch, role: str) -> None:
     paths = [str(FOLDER), str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     _Watcher(watch, role).patch()
-
-
-def decoded(words: dict[str, Any]) -> Watch:
-    kill = words.pop("kill")
-    return Watch(**words, kill=Kill(**kill) if kill else None)
 
 
 _NONCES = re.compile(r"(?<![0-9a-f])[0-9a-f]{12,}(?![0-9a-f])")
@@ -119,6 +120,8 @@ class _Watcher:
         self._lock = threading.RLock()
         self._requests: dict[int, tuple[str, int, int]] = {}
         self._write = os.write
+        self._arming = ""
+        self._kill: Kill | None = None
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._log = os.open(f"{watch.log}.points", flags, 0o600)
         pids = os.open(f"{watch.log}.pids", flags, 0o600)
@@ -187,6 +190,8 @@ class _Watcher:
 
     def _send(self, fd: int, data: memoryview, some: Callable[[int], None]) -> None:
         """A piece of a request; its first bytes name it."""
+        if not self._armed():
+            return
         if m := re.match(rb"(GET|PUT|POST|DELETE|HEAD) ([^ ]+) HTTP", bytes(data[:2048])):
             name = f"{m.group(1).decode()} {self._name(m.group(2).decode())}"
             with self._lock:
@@ -228,34 +233,44 @@ class _Watcher:
     # ---- points
 
     def _armed(self) -> bool:
-        return os.path.exists(f"{self._watch.log}.armed")
+        """Looks whether it is, and what for; every arming counts anew."""
+        try:
+            text = Path(f"{self._watch.log}.armed").read_text()
+        except FileNotFoundError:
+            return False
+        with self._lock:
+            if text != self._arming:
+                words = json.loads(text.partition(" ")[2])
+                self._arming, self._kill = text, Kill(**words) if words else None
+                self._counts.clear()
+        return True
 
     def _count(self, what: str, name: str) -> int:
-        self._counts[what, name] += self._armed()
+        self._counts[what, name] += 1
         return self._counts[what, name]
 
     def _pass(self, what: str, name: str | None, nbytes: int, some: Callable[[int], None]) -> None:
         """A system call that is about to be made; None: it is none of ours."""
-        if name is not None:
+        if name is not None and self._armed():
             with self._lock:
                 point = Point(self._role, what, name, self._count(what, name), nbytes)
             self._come(point, some, 0)
 
     def _come(self, point: Point, some: Callable[[int], None], sent: int) -> None:
         """Note it, and die there if it is the one: `sent` bytes of it are out already, `some(n)` sends n more."""
-        if not self._armed():
-            return
         self._write(self._log, json.dumps(asdict(point)).encode() + b"\n")
-        kill = self._watch.kill
+        kill = self._kill
         if kill is None or (kill.role, kill.what, kill.name, kill.nth) != point_id(point):
             return
         if sent <= kill.after_nbytes <= sent + point.nbytes:
             if kill.after_nbytes > sent:
                 some(kill.after_nbytes - sent)
+            os.close(os.open(f"{self._watch.log}.fired", os.O_WRONLY | os.O_CREAT, 0o600))
+            if kill.errno:
+                raise OSError(kill.errno, os.strerror(kill.errno))
             self._die(alone=kill.alone)
 
     def _die(self, *, alone: bool) -> None:
-        os.close(os.open(f"{self._watch.log}.fired", os.O_WRONLY | os.O_CREAT, 0o600))
         pids = [int(line) for line in Path(f"{self._watch.log}.pids").read_text().split()]
         others = [] if alone else [pid for pid in pids if pid != os.getpid()]
         for number in (signal.SIGSTOP, signal.SIGKILL):

@@ -45,8 +45,9 @@ class Series:
         root = self._make_root(self._runs)
         log = str(self._folder / f"run{self._runs}")
         folder = root.removeprefix("s3://").removeprefix("file://")
-        watch = Watch(log=log, folder=folder, port=self._port, kill=kill)
-        return root, log, self._host.start(world, "kill_acts:save", root, 40, asdict(watch)).wait()
+        watch = asdict(Watch(log=log, folder=folder, port=self._port))
+        words = asdict(kill) if kill else None
+        return root, log, self._host.start(world, "kill_acts:save", root, 40, watch, words).wait()
 
     def record(self, world: int = 1) -> list[Point]:
         root, log, ended = self.victim(None, world)
@@ -130,7 +131,7 @@ def on_files(rank_host: RankHost, tmp_path: Path) -> MakeSeries:
 
     def series(name: str) -> Series:
         template = tmp_path / "template"
-        rank_host.play(1, "kill_acts:save", template.as_uri(), 20, None)
+        rank_host.play(1, "kill_acts:save", template.as_uri(), 20)
 
         def copy(n: int) -> str:
             return shutil.copytree(template, tmp_path / f"root{n}").as_uri()
@@ -151,7 +152,7 @@ def on_s3(rank_host: RankHost, tmp_path: Path, s3_server: Any, s3_url: str) -> M
 
     def series(name: str) -> Series:
         template = f"{s3_url}/template"
-        rank_host.play(1, "kill_acts:save", template, 20, None)
+        rank_host.play(1, "kill_acts:save", template, 20)
         objects = objects_of(template)
 
         def copy(n: int) -> str:
