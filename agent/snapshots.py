@@ -87,6 +87,8 @@ class SnapshotJobs:
         self._client = SnapshotClient(config.token)
         self._in_force = 0
         self._start = (0, 0)
+        self._swept = 0
+        """The generation after whose first commit the leftovers of those before it were swept."""
         self._store: ObjectStore | None = None
         self._store_lock = threading.Lock()
 
@@ -239,16 +241,20 @@ class SnapshotJobs:
                 assert_never(outcome)
 
     def tidy(self, generation: int) -> None:
-        """After a commit of `generation`: delete the checkpoints that retention lets go. What goes wrong waits for the next.
+        """After a commit of `generation`: delete the checkpoints that retention lets go, and after the first one what earlier
+        generations left unfinished. What goes wrong waits for the next.
 
         Nothing is deleted once a higher record exists: its generation may start from what this one would let go.
         """
-        if self._config.retention is None:
-            return
         try:
             store = self.store()
-            if highest_record(store) <= generation:
+            if highest_record(store) > generation:
+                return
+            if self._config.retention is not None:
                 tiers.apply_retention(store, self._config.retention, generation=generation)
+            if self._swept != generation:
+                tiers.sweep_orphans(store)
+                self._swept = generation
         except Exception as e:
             log.warning("old checkpoints could not be deleted this time: %s", e)
 

@@ -3,7 +3,7 @@
 Torch-free on import; `Stager` and `restore_committed` import it when used.
 """
 
-from surefoot.ckpt.cleaning import apply_retention
+from surefoot.ckpt.cleaning import apply_retention, sweep_orphans
 from surefoot.ckpt.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError
 from surefoot.ckpt.image import ImageInfo, read_image, unseal, verify_image
@@ -32,6 +32,7 @@ __all__ = [
     "read_image",
     "report_failure",
     "restore_committed",
+    "sweep_orphans",
     "unseal",
     "upload_images",
     "verify_image",

@@ -200,7 +200,7 @@ def agent(context: typer.Context) -> None:
 
 @app.command(**PASS_ON)
 def ckpt(context: typer.Context) -> None:
-    """Checkpoints: ls, show, verify. Options: surefoot ckpt --help."""
+    """Checkpoints: ls, show, verify, diff, export, import, keep, gc. Options: surefoot ckpt --help."""
     _become("ckpt", context.args)
 
 

@@ -18,6 +18,8 @@ TORCH_FREE = (
     "cleaning",
     "inspect",
     "generation",
+    *("flags", "orphans", "interval", "cadence", "stformat", "boxreader", "resharding"),
+    *("verifying", "exporting", "importing", "cli", "tables"),
 )
 
 
