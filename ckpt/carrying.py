@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.leaves import Leaf, part_of
+from surefoot.ckpt.leaves import Leaf, memory_of, part_of
 from surefoot.ckpt.reading import read_into
 from surefoot.ckpt.readplan import SHARE_NBYTES, Cut, Need, ReadPlan, Segment
 from surefoot.ckpt.sharing import Parcel, Party, bits
@@ -243,7 +243,7 @@ class Carrier:
         nbytes = view.numel() * view.element_size()
         if view.device.type != "cpu" or not view.is_contiguous() or need.end - need.begin != nbytes:
             return None
-        return view.detach().reshape(-1).view(torch.uint8)
+        return memory_of(view)
 
     def _unpack(self, cuts: Sequence[Cut], buffer: _Buffer, begin: int | None) -> None:
         """Copy what this rank wants of `cuts`. The buffer holds them as they are stored, from byte `begin` of the data section

@@ -39,6 +39,7 @@ from surefoot.ckpt.errors import CkptUserError, DamagedError
 from surefoot.ckpt.exporting import local_folder, require_empty
 from surefoot.ckpt.importing import Foreign
 from surefoot.ckpt.inspect import find
+from surefoot.ckpt.leaves import memory_of
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, nbytes_of
 from surefoot.ckpt.state import dtype_name, dtype_of
@@ -195,7 +196,7 @@ def open_dcp(source: str | os.PathLike[str]) -> Foreign:
             or t.dtype != stored[name].properties.dtype
         ):
             raise DamagedError(f"{path}: {keys[name]} {box} is not what the metadata says", key=keys[name])
-        return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return memory_of(t.detach().contiguous()).numpy().data
 
     metas = {
         n: TensorMeta(dtype=dtype_name(m.properties.dtype), shape=tuple(m.size)) for n, m in stored.items()

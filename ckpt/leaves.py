@@ -197,6 +197,14 @@ def part_of(leaf: Leaf, box: Box) -> torch.Tensor:
     return view[tuple(slice(o, o + e) for o, e in zip(inside.offset, inside.extent, strict=True))]
 
 
+def memory_of(t: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: uint8, 1-D, live.
+
+    torch says contiguous whatever the stride of a dimension of one element is, and then refuses to view it as another type.
+    """
+    return t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
 def fill_part(leaf: Leaf, piece: Box, part: Box, raw: bytes | bytearray | memoryview) -> None:
     """Copy `part`, which lies within one held box, into the live tensor. `raw` is the `span` of `part` in the stored, row-major
     `piece`."""

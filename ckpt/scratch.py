@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from surefoot.ckpt.errors import StateMismatchError
+from surefoot.ckpt.leaves import memory_of
 
 
 def is_expanded(view: torch.Tensor) -> bool:
@@ -28,4 +29,4 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return memory_of(t.resolve_conj().resolve_neg().contiguous())
