@@ -40,7 +40,7 @@ from surefoot.ckpt.store import (
     ObjectStoreUnavailableError,
     ObjectUnknownError,
 )
-from surefoot.ckpt.upload import create_or_recognise
+from surefoot.ckpt.stream import create_or_recognise
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 

@@ -42,7 +42,8 @@ from surefoot.ckpt.plan import nbytes_of, place
 from surefoot.ckpt.record import StartRef, lineage, list_manifests, read_records
 from surefoot.ckpt.stformat import StTensor, decode_header, header_nbytes
 from surefoot.ckpt.store import ObjectStore
-from surefoot.ckpt.upload import create_or_recognise, safetensors_header
+from surefoot.ckpt.stream import create_or_recognise
+from surefoot.ckpt.upload import safetensors_header
 
 PUT_NBYTES = 4 * 2**20
 DEADLINE_S = 24 * 3600.0
