@@ -60,26 +60,28 @@ def fill(loads: Ints, nbytes: int, *, ranks_max: int | None = None) -> Ints:
     return given
 
 
-def deal(bulks: Sequence[Bulk], loads: Ints) -> Ints:
-    """Cut the boxes of a group among its ranks: `cuts` [ranks + 1, boxes], in bytes.
-
-    Rank i gets bytes cuts[i, b] .. cuts[i + 1, b] - 1 of box b.
+def deal(bulks: Sequence[Bulk], loads: Ints, at: int) -> tuple[Ints, Ints]:
+    """What rank number `at` of a group gets of each of the group's boxes: from byte `begin` [boxes] to before `end` [boxes].
 
     Args:
         loads: what each rank has to write besides.
     """
     nbytes = np.array([b.nbytes for b in bulks], np.int64)
     large = nbytes >= 2 * SPLIT_NBYTES
-    cuts = np.zeros((len(loads) + 1, len(bulks)), np.int64)
-    if large.any():
-        cuts[:, large] = _cut_large([b for b, is_large in zip(bulks, large, strict=True) if is_large], loads)
-        loads = loads + np.diff(cuts.sum(axis=1))
-    if not large.all():
-        cuts[:, ~large] = _cut_small(nbytes[~large], loads)
-    return cuts
+    begin, end = np.zeros_like(nbytes), np.zeros_like(nbytes)
+    for chosen, cut in ((large, _cut_large), (~large, _cut_small)):
+        if not chosen.any():
+            continue
+        edges = cut([b for b, is_chosen in zip(bulks, chosen, strict=True) if is_chosen], loads)
+        starts = _edges(nbytes[chosen])[:-1]
+        begin[chosen] = np.clip(edges[at] - starts, 0, nbytes[chosen])
+        end[chosen] = np.clip(edges[at + 1] - starts, 0, nbytes[chosen])
+        loads = loads + np.diff(edges)
+    return begin, end
 
 
 def _cut_large(bulks: Sequence[Bulk], loads: Ints) -> Ints:
+    """Where the line of these boxes is cut [ranks + 1]."""
     nbytes = np.array([b.nbytes for b in bulks], np.int64)
     total = int(nbytes.sum())
     ranks = max(1, min(len(loads), total // SPLIT_NBYTES))
@@ -92,19 +94,19 @@ def _cut_large(bulks: Sequence[Bulk], loads: Ints) -> Ints:
     # No sliver at either end of a box.
     inside = np.where(inside < SPLIT_NBYTES // 2, 0, inside)
     inside = np.where(size - inside < SPLIT_NBYTES // 2, size, inside)
-    cuts = np.clip(edges[:, None] - starts[None, :-1], 0, nbytes)
-    cuts[np.arange(len(edges)), box] = inside
-    return cuts
+    return starts[box] + inside
 
 
-def _cut_small(nbytes: Ints, loads: Ints) -> Ints:
+def _cut_small(bulks: Sequence[Bulk], loads: Ints) -> Ints:
+    """As `_cut_large`, between boxes."""
+    nbytes = np.array([b.nbytes for b in bulks], np.int64)
     total = int(nbytes.sum())
     ranks = min(len(loads), max(SLABS_MIN, total // SPLIT_NBYTES))
     edges = _edges(fill(loads, total, ranks_max=ranks))
     starts = _edges(nbytes)
     upto = np.searchsorted(starts[:-1] + nbytes // 2, edges, side="right")
     upto[0], upto[-1] = 0, len(nbytes)
-    return np.where(np.arange(len(nbytes)) < upto[:, None], nbytes, 0)
+    return starts[upto]
 
 
 def _edges(lengths: Ints) -> Ints:

@@ -24,8 +24,6 @@ from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.errors import CkptWorldError, CoverageError
 
 Ints = NDArray[np.int64]
-Term = tuple[int, int, int]
-"""One dimension of a box: (scale, extent, k), which begins at ``scale * value[k]``, or at 0 where k is -1."""
 
 _HASH_NBYTES = 16
 
@@ -39,13 +37,18 @@ class HeldTensor(msgspec.Struct, frozen=True, kw_only=True):
     boxes: tuple[Box, ...]
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor in a template: a `HeldTensor` for all ranks of the template."""
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One tensor in a template: a `HeldTensor` for all ranks of the template, which have `count` boxes of it.
+
+    `terms` are three numbers for each box and dimension, one after the other: scale, extent, k. The box begins at
+    ``scale * value[k]``, or at 0 where k is -1.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[tuple[Term, ...], ...]
+    count: int
+    terms: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +82,11 @@ def describe(tensors: Sequence[HeldTensor]) -> Description:
     Raises CoverageError for what is no box of its tensor.
     """
     values: dict[_Value, int] = {}
-    rows = [
-        Row(
-            t.name,
-            t.dtype,
-            t.shape,
-            tuple(_terms(t, box, values) for box in sorted(t.boxes) if 0 not in box.extent),
-        )
-        for t in sorted(tensors, key=lambda t: t.name)
-    ]
+    rows: list[Row] = []
+    for t in sorted(tensors, key=lambda t: t.name):
+        boxes = [box for box in sorted(t.boxes) if 0 not in box.extent]
+        terms = [n for box in boxes for n in _terms(t, box, values)]
+        rows.append(Row(t.name, t.dtype, t.shape, len(boxes), tuple(terms)))
     template = zlib.compress(msgspec.json.encode(rows), 1)
     told = np.array([v[0] for v in values], "<i8")
     return Description(word=_hash(template) + told.tobytes(), template=template)
@@ -98,21 +97,21 @@ _Value = tuple[int, int, int]
 for an offset as it is. (Two that are equal by chance on one rank and not on the next would make two templates.)"""
 
 
-def _terms(t: HeldTensor, box: Box, values: dict[_Value, int]) -> tuple[Term, ...]:
+def _terms(t: HeldTensor, box: Box, values: dict[_Value, int]) -> list[int]:
     if (
         not len(box.offset) == len(box.extent) == len(t.shape)
         or min((*box.offset, *box.extent), default=0) < 0
     ):
         raise CoverageError(f"{t.name}: {box} is no box of a tensor of shape {list(t.shape)}")
-    terms: list[Term] = []
+    terms: list[int] = []
     for o, e, n in zip(box.offset, box.extent, t.shape, strict=True):
         if (o, e) == (0, n):
-            terms.append((0, e, -1))
+            terms += (0, e, -1)
         elif o % e == 0:
-            terms.append((e, e, values.setdefault((o // e, 0, 0), len(values))))
+            terms += (e, e, values.setdefault((o // e, 0, 0), len(values)))
         else:
-            terms.append((1, e, values.setdefault((o, n, e), len(values))))
-    return tuple(terms)
+            terms += (1, e, values.setdefault((o, n, e), len(values)))
+    return terms
 
 
 def _hash(template: bytes) -> bytes:

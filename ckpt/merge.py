@@ -6,6 +6,7 @@ what they hold together, and the pieces must make up every tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from surefoot.ckpt.manifest import (
 )
 from surefoot.ckpt.replicas import require_equal
 from surefoot.ckpt.sound import require_sound_contents
+
+NAMED_MAX = 16
+"""Ranks that a message lists."""
 
 
 def merge_parts(
@@ -76,10 +80,14 @@ def _complete(ranks: list[RankPart], where: str) -> list[RankPart]:
         raise CommitError(f"{where}: no rank took part")
     world_size = ranks[0].world_size
     found = sorted(r.rank for r in ranks)
-    if found != list(range(world_size)) or any(r.world_size != world_size for r in ranks):
-        missing = sorted(set(range(world_size)) - set(found))
+    sizes = sorted({r.world_size for r in ranks})
+    # How many ranks there are is a writer's word: it is compared, never counted up to.
+    if sizes != [len(found)] or found != list(range(len(found))):
+        there = set(found)
+        missing = list(itertools.islice((r for r in range(world_size) if r not in there), NAMED_MAX))
+        named = f"{found[:NAMED_MAX]}{' and more' if len(found) > NAMED_MAX else ''}"
         raise CommitError(
-            f"{where}: ranks {found} of world sizes {sorted({r.world_size for r in ranks})} took part"
+            f"{where}: ranks {named} of world sizes {sizes[:NAMED_MAX]} took part"
             + (f"; missing: {missing}" if missing else "")
         )
     return sorted(ranks, key=lambda r: r.rank)

@@ -26,7 +26,7 @@ from surefoot.ckpt.boxes import Box, stretch
 from surefoot.ckpt.coverage import miscounted, uncovered_error
 from surefoot.ckpt.dealing import Bulk, deal, fill
 from surefoot.ckpt.errors import CoverageError, StateError
-from surefoot.ckpt.layouts import HeldTensor, Layouts, Template, Term, layouts_of
+from surefoot.ckpt.layouts import HeldTensor, Layouts, Template, layouts_of
 from surefoot.ckpt.manifest import BLOCK_NBYTES, TensorMeta
 
 Ints = NDArray[np.int64]
@@ -112,9 +112,8 @@ class Plan:
             element and boxes.
         """
         members: dict[bytes, int] = {}
-        self._kinds = [
-            _kind(layouts.templates, named, held, members) for named, held in _kinds_of(layouts.templates)
-        ]
+        places = _places(layouts)
+        self._kinds = [_kind(places, named, held, members) for named, held in _kinds_of(layouts.templates)]
         self._groups = _level(self._kinds, members, layouts.world_size)
 
     @property
@@ -150,12 +149,10 @@ class Plan:
         kept: list[tuple[str, Box]],
     ) -> None:
         """Add what `rank` does about the boxes of one group, which are the same for all its ranks."""
-        cuts = deal([Bulk(extent=box.extent, itemsize=size) for _, box, size in boxes], group.loads)
         at = int(np.searchsorted(group.ranks, rank))
-        for (name, box, size), begin, end in zip(
-            boxes, cuts[at].tolist(), cuts[at + 1].tolist(), strict=True
-        ):
-            a, b = begin // size, end // size
+        begin, end = deal([Bulk(extent=box.extent, itemsize=size) for _, box, size in boxes], group.loads, at)
+        for (name, box, size), first, stop in zip(boxes, begin.tolist(), end.tolist(), strict=True):
+            a, b = first // size, stop // size
             if a == b:
                 kept.append((name, box))
                 continue
@@ -196,8 +193,10 @@ def assign(layouts: Sequence[Sequence[HeldTensor]]) -> Sequence[RankShare]:
 # ---------------------------------------------------------------- kinds
 
 
-_Held = tuple[tuple[int, tuple[tuple[Term, ...], ...]], ...]
-"""Per template that holds any of a tensor: its number, and the boxes."""
+_Boxes = tuple[int, tuple[int, ...]]
+"""How many boxes, and their terms: see `Row`."""
+_Held = tuple[tuple[_Boxes, tuple[int, ...]], ...]
+"""The ways in which ranks hold a tensor: the boxes, and the numbers of the templates that have these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,23 +211,24 @@ class _Named:
 def _kinds_of(templates: Sequence[Template]) -> Iterator[tuple[_Named, _Held]]:
     """The kinds in order of their first name. Raises StateError where ranks disagree on a tensor."""
     metas: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    held: dict[str, list[tuple[int, tuple[tuple[Term, ...], ...]]]] = {}
+    held: dict[str, dict[_Boxes, list[int]]] = {}
     for number, template in enumerate(templates):
         for row in template.rows:
             dtype, shape, other = metas.setdefault(row.name, (row.dtype, row.shape, number))
-            if (dtype, shape) != (row.dtype, row.shape):
+            if dtype != row.dtype or shape != row.shape:
                 raise _disagree(
                     row.name, [(dtype, shape, templates[other]), (row.dtype, row.shape, template)]
                 )
-            parts = held.setdefault(row.name, [])
-            if row.boxes:
-                parts.append((number, row.boxes))
+            ways = held.setdefault(row.name, {})
+            if row.count:
+                ways.setdefault((row.count, row.terms), []).append(number)
     kinds: dict[tuple[str, tuple[int, ...], _Held], list[str]] = {}
     for name in sorted(metas):
         dtype, shape, _ = metas[name]
-        kinds.setdefault((dtype, shape, tuple(held[name])), []).append(name)
-    for (dtype, shape, parts), names in kinds.items():
-        yield _Named(names=names, dtype=dtype, shape=shape), parts
+        ways = tuple((boxes, tuple(numbers)) for boxes, numbers in held[name].items())
+        kinds.setdefault((dtype, shape, ways), []).append(name)
+    for (dtype, shape, ways), names in kinds.items():
+        yield _Named(names=names, dtype=dtype, shape=shape), ways
 
 
 def _disagree(name: str, tellings: Sequence[tuple[str, tuple[int, ...], Template]]) -> StateError:
@@ -241,9 +241,9 @@ def _disagree(name: str, tellings: Sequence[tuple[str, tuple[int, ...], Template
     )
 
 
-def _kind(templates: Sequence[Template], named: _Named, held: _Held, members: dict[bytes, int]) -> _Kind:
+def _kind(places: _Places, named: _Named, held: _Held, members: dict[bytes, int]) -> _Kind:
     """Raises CoverageError where the boxes do not make up the tensors. `members` numbers the groups, and grows."""
-    offset, extent, ranks = _held_by_all(templates, held, len(named.shape))
+    offset, extent, ranks = _held_by_all(places, held, len(named.shape))
     order = np.lexsort((ranks, *extent.T[::-1], *offset.T[::-1]))
     offset, extent, ranks = offset[order], extent[order], ranks[order]
     new = np.ones(len(ranks), np.bool_)
@@ -273,21 +273,40 @@ def _kind(templates: Sequence[Template], named: _Named, held: _Held, members: di
     return kind
 
 
-def _held_by_all(templates: Sequence[Template], held: _Held, dims: int) -> tuple[Ints, Ints, Ints]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Every rank's template [ranks] and values [ranks, most values + 1]; the last column is 0, for terms without a value."""
+
+    template: Ints
+    values: Ints
+
+
+def _places(layouts: Layouts) -> _Places:
+    most = max((t.values.shape[1] for t in layouts.templates), default=0)
+    places = _Places(
+        template=np.zeros(layouts.world_size, np.int64),
+        values=np.zeros((layouts.world_size, most + 1), np.int64),
+    )
+    for number, t in enumerate(layouts.templates):
+        places.template[t.ranks] = number
+        places.values[t.ranks, : t.values.shape[1]] = t.values
+    return places
+
+
+def _held_by_all(places: _Places, held: _Held, dims: int) -> tuple[Ints, Ints, Ints]:
     """Every rank's boxes: offset and extent [boxes, dims], rank [boxes]."""
     none = np.zeros((0, dims), np.int64)
     offsets, extents, ranks = [none], [none], [np.zeros(0, np.int64)]
-    for number, boxes in held:
-        template = templates[number]
-        terms = np.array(boxes, np.int64).reshape(len(boxes), dims, 3)
-        scale, extent, which = terms[..., 0], terms[..., 1], terms[..., 2]
-        # Where the term has no value, which is -1: the last column.
-        values = np.column_stack([template.values, np.zeros(len(template.ranks), np.int64)])
-        offset = scale * values[:, which]
-        rows = (len(template.ranks) * len(boxes), dims)
+    for (count, terms), numbers in held:
+        chosen = np.zeros(int(places.template.max(initial=0)) + 1, np.bool_)
+        chosen[list(numbers)] = True
+        who = np.flatnonzero(chosen[places.template])
+        scale, extent, which = np.array(terms, np.int64).reshape(count, dims, 3).transpose(2, 0, 1)
+        offset = scale * places.values[who][:, which]
+        rows = (len(who) * count, dims)
         offsets.append(offset.reshape(rows))
         extents.append(np.broadcast_to(extent, offset.shape).reshape(rows))
-        ranks.append(np.repeat(template.ranks, len(boxes)))
+        ranks.append(np.repeat(who, count))
     return np.concatenate(offsets), np.concatenate(extents), np.concatenate(ranks)
 
 

@@ -16,6 +16,16 @@ from surefoot.ckpt.manifest import BLOCK_NBYTES
 
 KIB = 2**10
 
+
+def all_cuts(boxes: list[Bulk], given_loads: np.ndarray) -> np.ndarray:
+    """Rank i gets bytes cuts[i, b] .. cuts[i + 1, b] - 1 of box b."""
+    dealt = [deal(boxes, given_loads, at) for at in range(len(given_loads))]
+    assert all((end == begin).all() for (_, end), (begin, _) in itertools.pairwise(dealt)), (
+        "no gap, no overlap"
+    )
+    return np.array([dealt[0][0], *[end for _, end in dealt]])
+
+
 loads = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
 
@@ -45,7 +55,7 @@ bulks = st.builds(
 
 @given(st.lists(bulks, min_size=1, max_size=12), loads.map(lambda ls: [n * 100 * KIB for n in ls]))
 def test_every_box_is_dealt_out_once_and_evenly(boxes: list[Bulk], given_loads: list[int]) -> None:
-    cuts = deal(boxes, np.array(given_loads))
+    cuts = all_cuts(boxes, np.array(given_loads))
     nbytes = [b.nbytes for b in boxes]
     assert cuts[0].tolist() == [0] * len(boxes)
     assert cuts[-1].tolist() == nbytes
@@ -65,15 +75,15 @@ def test_every_box_is_dealt_out_once_and_evenly(boxes: list[Bulk], given_loads: 
 
 
 def test_a_large_box_goes_to_as_many_ranks_as_it_takes() -> None:
-    cuts = deal([Bulk(extent=(1024, 1024), itemsize=4)], np.zeros(4, np.int64))
+    cuts = all_cuts([Bulk(extent=(1024, 1024), itemsize=4)], np.zeros(4, np.int64))
     assert np.diff(cuts[:, 0]).tolist() == [2**20] * 4
-    few = deal([Bulk(extent=(256, 1024), itemsize=4)], np.zeros(1024, np.int64))
+    few = all_cuts([Bulk(extent=(256, 1024), itemsize=4)], np.zeros(1024, np.int64))
     assert np.count_nonzero(np.diff(few[:, 0])) == 2**20 // SPLIT_NBYTES, "no piece is a sliver"
 
 
 def test_one_long_row_is_cut_as_well() -> None:
     """Three rows and two ranks: the middle row is divided."""
-    cuts = deal([Bulk(extent=(3, 2**20), itemsize=4)], np.zeros(2, np.int64))
+    cuts = all_cuts([Bulk(extent=(3, 2**20), itemsize=4)], np.zeros(2, np.int64))
     begin, middle, end = (c // 4 for c in cuts[:, 0].tolist())
     assert middle == 3 * 2**19
     assert stretch(Box((0, 0), (3, 2**20)), begin, middle) == [
@@ -85,7 +95,7 @@ def test_one_long_row_is_cut_as_well() -> None:
 
 def test_small_boxes_lie_together_in_few_slabs() -> None:
     """A thousand vectors of 4 KiB held by 512 ranks: not one object each, but neighbours in a few."""
-    cuts = deal([Bulk(extent=(KIB,), itemsize=4)] * 1000, np.zeros(512, np.int64))
+    cuts = all_cuts([Bulk(extent=(KIB,), itemsize=4)] * 1000, np.zeros(512, np.int64))
     got = np.diff(cuts, axis=0) > 0
     writers = np.flatnonzero(got.any(axis=1))
     assert len(writers) == max(SLABS_MIN, 1000 * 4 * KIB // SPLIT_NBYTES)

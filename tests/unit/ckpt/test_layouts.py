@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from ckpt_worlds import worlds
 from hypothesis import given, settings
@@ -53,12 +54,13 @@ def held_alike(told: Layouts) -> list[list[HeldTensor]]:
     for t in told.templates:
         for rank, values in zip(t.ranks.tolist(), t.values.tolist(), strict=True):
             for row in t.rows:
+                terms = np.array(row.terms, int).reshape(row.count, len(row.shape), 3).tolist()
                 boxes = [
                     Box(
-                        tuple(scale * values[k] if k >= 0 else 0 for scale, _, k in terms),
-                        tuple(extent for _, extent, _ in terms),
+                        tuple(scale * values[k] if k >= 0 else 0 for scale, _, k in box),
+                        tuple(extent for _, extent, _ in box),
                     )
-                    for terms in row.boxes
+                    for box in terms
                 ]
                 found[rank].append(
                     HeldTensor(name=row.name, dtype=row.dtype, shape=row.shape, boxes=tuple(boxes))

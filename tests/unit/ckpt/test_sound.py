@@ -217,7 +217,7 @@ def mutated(data: st.DataObject, plain: Any) -> Any:
             at = at[step]
         match data.draw(st.sampled_from(["replace", "replace", "remove", "double"])):
             case "replace":
-                at[last] = data.draw(EVIL)
+                at[last] = copy.deepcopy(data.draw(EVIL))
             case "remove":
                 del at[last]
             case "double" if isinstance(at, list):
