@@ -1,11 +1,11 @@
 """Carrying a plan of reads out: one rank's part of one load, `Carrier`. (torch)
 
-What several ranks need goes in rounds: the blocks of the next rounds are read while those of this one are passed on
-(ckpt/sharing.py). What one rank needs alone it reads last, several segments at a time where the store is far away.
-
-Where stored bytes lie in one piece in a live tensor they are read, or received, straight into it; the rest goes through
-scratch memory, as does everything for tensors on accelerators (page-locked scratch). Scratch is a few segments, whatever
-the state's size, and is used again: fresh memory is filled at 0.6 GB/s here, warm memory at 8.
+What several ranks need goes in rounds: the blocks of the next rounds are read while those of this one are taken in by the
+reader's neighbours on the machine, from its memory (ckpt/nodememory.py), and sent to the others (ckpt/sharing.py). What one
+rank needs alone it reads last, several segments at a time where the store is far away, and straight into live tensors where
+the stored bytes lie in them in one piece; the rest goes through scratch memory, as does everything for tensors on
+accelerators (page-locked). Rooms for rounds and scratch are a few segments, whatever the state's size, and are used
+again: fresh memory is filled at 0.6 GB/s here, warm memory at 8.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,21 +22,18 @@ import torch
 
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.leaves import Leaf, memory_of, part_of
+from surefoot.ckpt.nodememory import NodeMemory, meet
 from surefoot.ckpt.reading import read_into
-from surefoot.ckpt.readplan import SHARE_NBYTES, Cut, Need, ReadPlan, Segment
+from surefoot.ckpt.readplan import Cut, Need, ReadPlan, Segment
 from surefoot.ckpt.sharing import Parcel, Party, bits
 from surefoot.ckpt.source import Want
 from surefoot.ckpt.store import ObjectStore
 
-READERS = {True: 1, False: 8}
-"""Segments read at the same time, by whether the store is nearby. One S3 connection gives 60 to 110 MB/s. Files are copied and
-hashed as fast as a processor can, and the other processors have ranks of their own: with two readers each, two ranks on two
-cores took half as long again."""
-AHEAD = 4
-"""Segments that a rank has read, or is reading, before their round."""
 RAW_SHARE = 0.75
 """Where more than this of a segment is wanted it is passed on as it is, instead of being packed first."""
 PACK_ALIGN_NBYTES = 16
+LEAST_NBYTES = 4 * 2**20
+"""Scratch buffers are at least this large, so that most can be used again for anything."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Types that every operation knows, by bytes per element: values are moved as bits."""
@@ -69,7 +66,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffer:
-    """Bytes of a segment, or of a part of it. `home`: they lie in the live tensor that they belong to."""
+    """Bytes of a segment, or of a part of it. `home`: they lie where they stay."""
 
     data: torch.Tensor
     home: bool
@@ -88,11 +85,10 @@ class Carrier:
                 self._leaves.setdefault((want.stored, h.box), []).append(want.leaf)
         self._pinned = any(v.is_cuda for w in wants for v in w.leaf.views)
         self._scratch = _Scratch(pinned=self._pinned)
-        self._readers = READERS[bool(getattr(store, "nearby", False))]
 
     def run(self) -> None:
         """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
-        with ThreadPoolExecutor(max_workers=self._readers, thread_name_prefix="ckpt-read") as pool:
+        with ThreadPoolExecutor(max_workers=self._plan.pace.readers, thread_name_prefix="ckpt-read") as pool:
             try:
                 self._share(pool)
                 for future in [pool.submit(self._read_private, s) for s in self._plan.private]:
@@ -142,21 +138,36 @@ class Carrier:
     # ---- what is shared
 
     def _share(self, pool: ThreadPoolExecutor) -> None:
-        """Round after round. A rank that fails says so before the next round, and all stop."""
-        mine = [s for s in itertools.chain(*self._plan.rounds) if s.reader == self._plan.rank]
-        ahead = _ahead(pool, self._read_shared, mine)
+        """Round after round. A rank that fails says so before the next round, and all stop.
+
+        That all ranks have come to a round means as well that they have taken in the one before, whose room is free then.
+        """
+        rounds, depth, me = self._plan.rounds, self._plan.pace.depth, self._plan.rank
+        if not rounds:
+            return
+        sizes, places = self._plan.places()
+        readers = sum({1 << s.reader for s in itertools.chain(*rounds) if s.ranks >> me & 1})
+        memory = meet(self._party, sizes, readers, pinned=self._party.device.type != "cpu")
+        reading: deque[dict[Segment, Future[torch.Tensor]]] = deque()
+
+        def begin(number: int) -> None:
+            mine = [s for s in rounds[number] if s.reader == me] if number < len(rounds) else []
+            reading.append({s: pool.submit(self._read_shared, s, memory.own, places[s]) for s in mine})
+
+        for number in range(depth - 1):
+            begin(number)
         error: Exception | None = None
-        for segments in self._plan.rounds:
-            held: dict[Segment, _Buffer] = {}
+        for number, segments in enumerate(rounds):
+            held: dict[Segment, torch.Tensor] = {}
             try:
-                if error is None:
-                    held = {s: next(ahead) for s in segments if s.reader == self._plan.rank}
+                held = {s: future.result() for s, future in reading.popleft().items()}
             except Exception as e:
-                error = e
+                error = error or e
             if self._in_group(self._party.any, error is not None):
                 raise error or StoppedError
+            begin(number + depth - 1)
             try:
-                self._pass_on(segments, held)
+                self._pass_on(segments, held, memory, places)
             except GroupError:
                 raise
             except Exception as e:
@@ -170,27 +181,39 @@ class Carrier:
         except RuntimeError as e:
             raise GroupError(e) from e
 
-    def _read_shared(self, segment: Segment) -> _Buffer:
+    def _read_shared(self, segment: Segment, memory: torch.Tensor, at: int) -> torch.Tensor:
         begin, end = self._plan.extent(segment)
-        buffer = self._buffer_for(segment, end - begin)
-        self._read(segment, [_bytes_of(buffer.data)])
+        buffer = memory[at : at + end - begin]
+        self._read(segment, [_bytes_of(buffer)])
         return buffer
 
-    def _pass_on(self, segments: Sequence[Segment], held: Mapping[Segment, _Buffer]) -> None:
+    def _pass_on(
+        self,
+        segments: Sequence[Segment],
+        held: Mapping[Segment, torch.Tensor],
+        memory: NodeMemory,
+        places: Mapping[Segment, int],
+    ) -> None:
+        me = self._plan.rank
         parcels: list[Parcel] = []
         arriving: list[tuple[Segment, _Part, _Buffer]] = []
+        here: list[tuple[Segment, torch.Tensor]] = list(held.items())
         packed: list[_Buffer] = []
         for number, s in enumerate(segments):
-            if not s.ranks >> self._plan.rank & 1:
+            if not s.ranks >> me & 1:
                 continue
             begin, end = self._plan.extent(s)
-            for part in _parts(self._plan.cuts(s), s, end - begin):
+            near = sum(1 << r for r in bits(s.ranks) if memory.reach[r] >> s.reader & 1)
+            if near >> me & 1:
+                here.append((s, memory.of(s.reader)[places[s] : places[s] + end - begin]))
+                continue
+            for part in _parts(self._plan.cuts(s), s.ranks & ~(near | 1 << s.reader), end - begin):
                 if s in held:
-                    payload = held[s] if part.raw else self._pack(part, held[s].data, begin)
+                    payload = _Buffer(data=held[s], home=True)
                     if not part.raw:
-                        packed.append(payload)
-                elif part.receivers >> self._plan.rank & 1:
-                    payload = self._buffer_for(s if part.raw else None, part.nbytes)
+                        packed.append(payload := self._pack(part, held[s], begin))
+                elif part.receivers >> me & 1:
+                    payload = self._landing(s if part.raw else None, part.nbytes)
                     arriving.append((s, part, payload))
                 else:
                     continue
@@ -198,11 +221,11 @@ class Carrier:
                 tag = number * self._party.world_size + bits(part.receivers)[0]
                 parcels.append(Parcel(reader=s.reader, receivers=part.receivers, payload=data, tag=tag))
         works = self._in_group(self._party.post, parcels)
-        for s, buffer in held.items():
-            self._unpack(self._plan.cuts(s), buffer, self._plan.extent(s)[0])
+        for s, data in here:
+            self._unpack(self._plan.cuts(s), _Buffer(data=data, home=False), self._plan.extent(s)[0])
         self._in_group(self._party.wait, works)
-        self._bring_in(arriving, [p.payload for p in parcels if p.reader != self._plan.rank])
-        for buffer in (*held.values(), *packed, *(b for _, _, b in arriving)):
+        self._bring_in(arriving, [p.payload for p in parcels if p.reader != me])
+        for buffer in (*packed, *(b for _, _, b in arriving)):
             self._scratch.give(buffer)
 
     def _bring_in(
@@ -220,7 +243,7 @@ class Carrier:
             _stored(c, target, at, packed=True).copy_(_stored(c, raw, c.begin - begin, packed=False))
         return _Buffer(data=target, home=False)
 
-    def _buffer_for(self, segment: Segment | None, nbytes: int) -> _Buffer:
+    def _landing(self, segment: Segment | None, nbytes: int) -> _Buffer:
         """The live memory of a segment that is part of one tensor; otherwise, and where nothing is said, scratch."""
         if segment is not None:
             needs = list(self._plan.needs(segment))
@@ -277,9 +300,11 @@ def _stored(c: Cut, raw: torch.Tensor, at: int, *, packed: bool) -> torch.Tensor
     return raw[at : at + nbytes].view(_BITS[itemsize]).as_strided(extent, strides)
 
 
-def _parts(cuts: Sequence[Cut], s: Segment, nbytes: int) -> list[_Part]:
-    """What the reader of a segment passes on to whom: ranks that need the same are served together. The same on all ranks."""
-    others = s.ranks & ~(1 << s.reader)
+def _parts(cuts: Sequence[Cut], others: int, nbytes: int) -> list[_Part]:
+    """What the reader of a segment passes on to `others` (bits): those that need the same are served together. The same on all
+    ranks."""
+    if not others:
+        return []
     if all(c.ranks & others in (0, others) for c in cuts):
         groups = {tuple(i for i, c in enumerate(cuts) if c.ranks & others): others}
     else:
@@ -317,22 +342,9 @@ class _Scratch:
         except IndexError:
             base = None
         if base is None or base.numel() < nbytes:
-            base = torch.empty(max(nbytes, SHARE_NBYTES), dtype=torch.uint8, pin_memory=self._pinned)
+            base = torch.empty(max(nbytes, LEAST_NBYTES), dtype=torch.uint8, pin_memory=self._pinned)
         return base[:nbytes]
 
     def give(self, buffer: _Buffer) -> None:
         if not buffer.home and buffer.data._base is not None:
             self._free.append(buffer.data._base)
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, read: Callable[[Segment], _Buffer], segments: Sequence[Segment]
-) -> Iterator[_Buffer]:
-    """`read` of each segment in order, AHEAD of them under way or waiting."""
-    under_way: deque[Future[_Buffer]] = deque()
-    for s in segments:
-        under_way.append(pool.submit(read, s))
-        if len(under_way) == AHEAD:
-            yield under_way.popleft().result()
-    while under_way:
-        yield under_way.popleft().result()

@@ -18,7 +18,7 @@ from surefoot.ckpt.carrying import Carrier, GroupError, StoppedError
 from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMissingError
 from surefoot.ckpt.filling import Fit, load_into
 from surefoot.ckpt.manifest import Manifest, TensorMeta, manifest_key
-from surefoot.ckpt.readplan import ReadPlan, Wants, plan_reads, require_readable
+from surefoot.ckpt.readplan import FAR, NEARBY, ReadPlan, Wants, plan_reads, require_readable
 from surefoot.ckpt.restore import decode_manifest, read_manifest_bytes
 from surefoot.ckpt.sharing import Party
 from surefoot.ckpt.source import Want
@@ -199,11 +199,14 @@ class ManifestSource:
 
     def _make_plan(self, mine: _Wish, wishes: Sequence[tuple[int, _Wish]]) -> None:
         party = self._party
+        pace = NEARBY if getattr(self._store, "nearby", False) else FAR
         if party.shares:
             told: list[tuple[int, Wants]] = [(ranks, wish.boxes) for ranks, wish in wishes]
-            self._plan = plan_reads(self._manifest, told, rank=party.rank, world_size=party.world_size)
+            self._plan = plan_reads(
+                self._manifest, told, rank=party.rank, world_size=party.world_size, pace=pace
+            )
         else:
-            self._plan = plan_reads(self._manifest, [(1, mine.boxes)], rank=0, world_size=1)
+            self._plan = plan_reads(self._manifest, [(1, mine.boxes)], rank=0, world_size=1, pace=pace)
 
     # ---- the reading
 

@@ -24,14 +24,30 @@ from surefoot.ckpt.errors import DamagedError
 from surefoot.ckpt.manifest import DataObject, Manifest, Piece
 from surefoot.ckpt.plan import ITEMSIZES
 
-SEGMENT_NBYTES = 16 * 2**20
-"""Read at once: a good size of part for an object store, and small enough that several in flight are little memory."""
-SHARE_NBYTES = 8 * 2**20
-"""Shared segments are smaller: they pass through scratch memory, and more ranks take part in reading."""
+
+class Pace(NamedTuple):
+    """How much at once; the same on all ranks."""
+
+    segment_nbytes: int
+    """What one rank needs alone is read in segments of this."""
+    share_nbytes: int
+    """What is shared, in segments of at most this, so that all take part in the reading."""
+    round_nbytes: int
+    """Shared segments that are passed on together."""
+    depth: int
+    """Rounds that a rank keeps room for: one that is passed on, the others being read ahead. At least 2."""
+    readers: int
+    """Segments that a rank reads at the same time."""
+
+
+NEARBY = Pace(16 * 2**20, 4 * 2**20, 16 * 2**20, 2, 1)
+"""Files are copied and hashed as fast as a processor can, and the other processors have ranks of their own: with two readers
+each, two ranks on two cores took half as long again. Small rounds stay in the cache."""
+FAR = Pace(16 * 2**20, 8 * 2**20, 64 * 2**20, 4, 8)
+"""One S3 connection gives 60 to 110 MB/s, so several segments are under way, of a good size for a request."""
 SHARES_EACH = 4
 """Shared segments for each rank to read, at least, where there is enough to share."""
-ROUND_NBYTES = 32 * 2**20
-"""Passed on together."""
+ALIGN_NBYTES = 64
 BLOCK_ALIGN_NBYTES = 16
 """The largest element: blocks begin between two elements of any type."""
 
@@ -85,15 +101,21 @@ class ReadPlan:
         segments: Sequence[Segment],
         *,
         rank: int,
+        world_size: int,
         itemsizes: Mapping[str, int],
+        pace: Pace,
     ) -> None:
         self.objects = objects
         self.rank = rank
+        self.world_size = world_size
+        self.pace = pace
         self._needs = needs
         self._ends = [list(itertools.accumulate((n.end for n in of), max)) for of in needs]
         self._itemsizes = itemsizes
         self.private = tuple(s for s in segments if s.ranks == 1 << rank)
-        self.rounds = tuple(_rounds([s for s in segments if s.ranks.bit_count() > 1], objects))
+        self.rounds = tuple(
+            _rounds([s for s in segments if s.ranks.bit_count() > 1], objects, pace.round_nbytes)
+        )
 
     def extent(self, segment: Segment) -> tuple[int, int]:
         """Bytes [begin, end) of the data section."""
@@ -123,6 +145,27 @@ class ReadPlan:
                 found.append(Cut(n.piece, n.held, box, at + a, at + b, box.numel * itemsize, n.ranks))
         return found
 
+    def places(self) -> tuple[list[int], dict[Segment, int]]:
+        """How much memory each rank needs for the shared segments that it reads, and where in its reader's memory each of them
+        lies: a round's beside each other, and in the place of the round `depth` before it."""
+        used: list[list[int]] = []
+        within: list[dict[Segment, int]] = []
+        for segments in self.rounds:
+            ends = [0] * self.world_size
+            within.append({})
+            for s in segments:
+                begin, end = self.extent(s)
+                within[-1][s] = ends[s.reader]
+                ends[s.reader] += -(-(end - begin) // ALIGN_NBYTES) * ALIGN_NBYTES
+            used.append(ends)
+        rooms = [max(of) for of in zip(*used, strict=True)] if used else [0] * self.world_size
+        places = {
+            s: k % self.pace.depth * rooms[s.reader] + at
+            for k, of in enumerate(within)
+            for s, at in of.items()
+        }
+        return [room * min(self.pace.depth, len(self.rounds)) for room in rooms], places
+
     def nbytes_read(self) -> int:
         """By this rank."""
         mine = [s for s in itertools.chain(*self.rounds) if s.reader == self.rank]
@@ -130,7 +173,12 @@ class ReadPlan:
 
 
 def plan_reads(
-    manifest: Manifest, wants: Sequence[tuple[int, Wants]], *, rank: int, world_size: int
+    manifest: Manifest,
+    wants: Sequence[tuple[int, Wants]],
+    *,
+    rank: int,
+    world_size: int,
+    pace: Pace = NEARBY,
 ) -> ReadPlan:
     """Plan a load.
 
@@ -159,7 +207,7 @@ def plan_reads(
         if ranks.bit_count() > 1
     )
     # Small enough that every rank has a few to read.
-    share_nbytes = min(SHARE_NBYTES, shared // (SHARES_EACH * world_size))
+    share_nbytes = min(pace.share_nbytes, shared // (SHARES_EACH * world_size))
     segments = [
         segment
         for number, first, stop, ranks in runs
@@ -167,11 +215,19 @@ def plan_reads(
         for segment in _segments(
             manifest.objects[number],
             Segment(number, first, stop, ranks, -1),
-            SEGMENT_NBYTES if ranks == mine else share_nbytes,
+            pace.segment_nbytes if ranks == mine else share_nbytes,
             load,
         )
     ]
-    return ReadPlan(manifest.objects, needs, segments, rank=rank, itemsizes=itemsizes)
+    return ReadPlan(
+        manifest.objects,
+        needs,
+        segments,
+        rank=rank,
+        world_size=world_size,
+        itemsizes=itemsizes,
+        pace=pace,
+    )
 
 
 def require_readable(manifest: Manifest) -> None:
@@ -296,12 +352,14 @@ def _extent(source: DataObject, s: Segment) -> tuple[int, int]:
     return s.first * source.block_nbytes, min(s.stop * source.block_nbytes, source.data_nbytes)
 
 
-def _rounds(shared: Iterable[Segment], objects: Sequence[DataObject]) -> Iterator[tuple[Segment, ...]]:
+def _rounds(
+    shared: Iterable[Segment], objects: Sequence[DataObject], room: int
+) -> Iterator[tuple[Segment, ...]]:
     found: list[Segment] = []
     nbytes = 0
     for s in shared:
         begin, end = _extent(objects[s.source], s)
-        if found and nbytes + end - begin > ROUND_NBYTES:
+        if found and nbytes + end - begin > room:
             yield tuple(found)
             found, nbytes = [], 0
         found.append(s)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot import ckpt
-from surefoot.ckpt import readplan, tiers
+from surefoot.ckpt import fetching, nodememory, tiers
 from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
 from surefoot.ckpt.files import FileObjectStore
@@ -110,9 +110,12 @@ def save(root: str, layout: str, *steps: int) -> None:
             c.save(step, state_of(layout, filled=True)).wait()
 
 
-def load(root: str, layout: str, fail_rank: int = -1, fail_after: int = 0) -> dict[str, Any]:
-    """Returns what was read by this rank, and how the load ended."""
-    readplan.ROUND_NBYTES = 2**20  # every block is a round of its own
+def load(
+    root: str, layout: str, by_memory: bool = True, fail_rank: int = -1, fail_after: int = 0
+) -> dict[str, Any]:
+    """Returns what was read by this rank, and how the load ended. `by_memory`: ranks of a machine share memory."""
+    fetching.NEARBY = fetching.NEARBY._replace(round_nbytes=2**20)  # every block is a round of its own
+    nodememory.ENABLED = by_memory
     fails = dist.get_rank() == fail_rank
     store = Counting(root, fail_after if fails else None)
     state = state_of(layout, filled=False)

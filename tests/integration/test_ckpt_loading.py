@@ -30,22 +30,28 @@ def data_read(told: list[dict[str, Any]], store: ObjectStore, step: int = 20) ->
 
 
 @pytest.mark.parametrize(
-    ("saved", "by", "loaded", "on"),
+    ("saved", "by", "loaded", "on", "by_memory"),
     [
-        ("ddp", 1, "ddp", 8),
-        ("fsdp", 2, "fsdp", 2),
-        ("fsdp", 4, "fsdp", 3),
-        ("fsdp", 2, "tp", 4),
-        ("tp", 2, "hsdp", 4),
-        ("ddp", 2, "fsdp", 4),
+        ("ddp", 1, "ddp", 8, True),
+        ("ddp", 1, "ddp", 8, False),
+        ("fsdp", 2, "fsdp", 2, True),
+        ("fsdp", 2, "fsdp", 2, False),
+        ("fsdp", 4, "fsdp", 3, True),
+        ("fsdp", 4, "fsdp", 3, False),
+        ("fsdp", 2, "tp", 4, True),
+        ("fsdp", 2, "tp", 4, False),
+        ("tp", 2, "hsdp", 4, True),
+        ("tp", 2, "hsdp", 4, False),
+        ("ddp", 2, "fsdp", 4, True),
+        ("ddp", 2, "fsdp", 4, False),
     ],
 )
 def test_every_byte_is_read_once_per_job(
-    ranks: Ranks, root: str, saved: str, by: int, loaded: str, on: int
+    ranks: Ranks, root: str, saved: str, by: int, loaded: str, on: int, by_memory: bool
 ) -> None:
     """CKP-43 (8 data-parallel ranks), and its siblings: whatever the layouts, and float8 as well."""
     ranks(by, "loading_acts:save", root, saved, 20)
-    told = ranks(on, "loading_acts:load", root, loaded)
+    told = ranks(on, "loading_acts:load", root, loaded, by_memory)
     assert [t["error"] for t in told] == [""] * on
     read, stored = data_read(told, open_store(root))
     assert read == stored
@@ -56,15 +62,15 @@ def test_every_byte_is_read_once_per_job(
         assert max(by_rank) < stored, "the reading is divided"
 
 
-@pytest.mark.parametrize("loaded", ["ddp", "tp"])
+@pytest.mark.parametrize(("loaded", "by_memory"), [("ddp", True), ("tp", False)])
 def test_a_rank_that_fails_in_the_middle_fails_all_and_none_hangs(
-    ranks: Ranks, root: str, loaded: str
+    ranks: Ranks, root: str, loaded: str, by_memory: bool
 ) -> None:
     """The store goes away for one rank, in its first block, within one, and in the last of all rounds: everybody raises, and
     names it."""
     ranks(1, "loading_acts:save", root, "ddp", 20)
     for fail_rank, after in ((0, 0), (0, 3), (2, 0)):
-        told = ranks(4, "loading_acts:load", root, loaded, fail_rank, after)
+        told = ranks(4, "loading_acts:load", root, loaded, by_memory, fail_rank, after)
         for rank, t in enumerate(told):
             assert "the cable is out" in t["error"], t
             kind = "ObjectStoreUnavailableError" if rank == fail_rank else "ElsewhereError: rank"

@@ -126,6 +126,7 @@ DOORS: dict[str, tuple[str, ...]] = {
             "ckpt.loading",
             "ckpt.carrying",
             "ckpt.fetching",
+            "ckpt.nodememory",
             "ckpt.sharing",
             "ckpt.channel",
             *("ckpt.comparing", "ckpt.dcp", "ckpt.tensorstats"),

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from surefoot.ckpt import readplan
 from surefoot.ckpt.boxes import Box, Sharding, held_boxes, intersect, slab, whole
 from surefoot.ckpt.errors import DamagedError
 from surefoot.ckpt.manifest import DataObject, Manifest, Piece, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES
-from surefoot.ckpt.readplan import ReadPlan, Segment, Wants, clip, plan_reads, require_readable
+from surefoot.ckpt.readplan import NEARBY, Pace, ReadPlan, Segment, Wants, clip, plan_reads, require_readable
 
 BLOCK = 64
 
@@ -43,9 +42,9 @@ def manifest_of(tensors: dict[str, TensorMeta], objects: Sequence[Sequence[tuple
     )
 
 
-def plans_of(manifest: Manifest, wants: Sequence[Wants]) -> list[ReadPlan]:
+def plans_of(manifest: Manifest, wants: Sequence[Wants], pace: Pace = NEARBY) -> list[ReadPlan]:
     told = [(1 << r, w) for r, w in enumerate(wants)]
-    return [plan_reads(manifest, told, rank=r, world_size=len(wants)) for r in range(len(wants))]
+    return [plan_reads(manifest, told, rank=r, world_size=len(wants), pace=pace) for r in range(len(wants))]
 
 
 def segments_read(plans: Sequence[ReadPlan]) -> list[tuple[int, Segment]]:
@@ -152,8 +151,7 @@ def test_equal_wants_may_be_told_together() -> None:
     assert (together.private, together.rounds) == (apart.private, apart.rounds)
 
 
-def test_shared_reading_is_balanced_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readplan, "SEGMENT_NBYTES", BLOCK)
+def test_shared_reading_is_balanced_by_bytes() -> None:
     manifest = manifest_of(
         {
             "w": TensorMeta(dtype="uint8", shape=(BLOCK * 80,)),
@@ -163,10 +161,30 @@ def test_shared_reading_is_balanced_by_bytes(monkeypatch: pytest.MonkeyPatch) ->
     )
     wants: list[Wants] = [{"w": [whole((BLOCK * 80,))]} for _ in range(8)]
     wants[3] = {**wants[3], "mine": [whole((BLOCK * 8,))]}
-    read = [p.nbytes_read() // BLOCK for p in plans_of(manifest, wants)]
+    pace = NEARBY._replace(share_nbytes=BLOCK)
+    read = [p.nbytes_read() // BLOCK for p in plans_of(manifest, wants, pace)]
     assert sum(read) == 88
     assert max(read) == 11, "what a rank reads for itself counts"
     assert min(read) == 11
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_what_is_read_ahead_has_room_of_its_own(depth: int) -> None:
+    """A segment may be written while those of the `depth` - 1 rounds before it are still being taken in."""
+    manifest = stored(0, 3)
+    pace = NEARBY._replace(round_nbytes=5 * BLOCK, share_nbytes=2 * BLOCK, depth=depth)
+    plan, *_ = plans_of(manifest, [layout(0, 1)[0]] * 3, pace)
+    sizes, places = plan.places()
+    assert len(plan.rounds) > 2 * depth
+    for number in range(len(plan.rounds)):
+        taken: dict[int, list[tuple[int, int]]] = {}
+        for s in itertools.chain(*plan.rounds[number : number + depth]):
+            begin, end = plan.extent(s)
+            taken.setdefault(s.reader, []).append((places[s], places[s] + end - begin))
+        for reader, spans in taken.items():
+            spans.sort()
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+            assert spans[-1][1] <= sizes[reader] <= depth * 6 * BLOCK
 
 
 def test_a_sharded_state_is_read_without_sharing() -> None:
