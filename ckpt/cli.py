@@ -9,8 +9,10 @@ or denies access; 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import typer
@@ -25,9 +27,9 @@ DEADLINE_S = 15.0
 app = typer.Typer(
     name="surefoot ckpt",
     help="Checkpoints of a root.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 Root = Annotated[
@@ -336,7 +338,11 @@ def gc_command(
 
 
 def _open(url: str) -> ObjectStore:
-    return open_store(url, deadline_s=DEADLINE_S)
+    """Raises CkptUserError for a folder that is not there: nobody looks at a root that he is yet to make."""
+    store = open_store(url, deadline_s=DEADLINE_S)
+    if store.root.startswith("file://") and not os.path.exists(unquote(urlsplit(store.root).path)):
+        raise CkptUserError(f"{store.root}: there is no such folder; is the address right?")
+    return store
 
 
 def _step(word: int | None, option: int | None) -> int | None:

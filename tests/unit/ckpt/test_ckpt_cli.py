@@ -104,6 +104,11 @@ def test_verify(run: Any, root: str, byte: int) -> None:
         (["verify", "{root}", "7", "--step", "8"], ExitCode.USAGE, "which step"),
         (["show", "{root}", "40"], ExitCode.USAGE, "--generation 1"),
         (["show", "{root}/typo"], ExitCode.USAGE, "is the address right?"),
+        (["ls", "{root}/typo"], ExitCode.USAGE, "no such folder"),
+        (["show", "{root}/generations"], ExitCode.USAGE, "is no root of checkpoints"),
+        (["ls"], ExitCode.USAGE, "Missing argument 'URL'. See surefoot ckpt ls --help"),
+        (["ls", "{root}", "--jsno"], ExitCode.USAGE, "--json"),
+        (["verify", "{root}", "x"], ExitCode.USAGE, "valid integer"),
         (["show", "{root}", "--tensor", "model.ww"], ExitCode.USAGE, "similar names: model.w"),
         (["show", "{root}", "--tensor", "model.w", "--reshard", "2"], ExitCode.USAGE, "one at a time"),
         (["show", "{root}", "--reshard", "0"], ExitCode.USAGE, "reshard"),
@@ -125,6 +130,7 @@ def test_what_is_wrong_is_one_line(run: Any, root: str, words: list[str], code: 
     assert ended == code
     assert said in err
     assert "Traceback" not in out + err
+    assert err.count("\n") == (1 if said else 0)
 
 
 def test_an_empty_root(run: Any, tmp_path: Path) -> None:
