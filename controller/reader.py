@@ -141,7 +141,11 @@ def read_once(
         facts = msgspec.structs.replace(facts, name=facts.name or _job_of(newest))
     reader = JobReader(facts, store=store, objects=objects)
     if store is not None:
-        reader.recall()
+        try:
+            reader.recall()
+        except ObjectStoreError as e:  # etcd has the newest incidents, and all that is going on
+            reader = JobReader(facts, store=store, objects=None)
+            return reader.read(), (str(e), *reader.trouble)
     return reader.read(), reader.trouble
 
 
