@@ -190,7 +190,8 @@ def missing_optimizer_nbytes(found: Collected) -> int:
         for group in optimizer.param_groups:
             copies = 1 if "momentum" in group and "betas" not in group else 3 if group.get("amsgrad") else 2
             for p in group["params"]:
-                if not optimizer.state.get(p):
+                state: Any = optimizer.state.get(p)
+                if state is None or (isinstance(state, Mapping) and not state):
                     local = cast("torch.Tensor", p.to_local()) if isinstance(p, DTensor) else p
                     # 4 bytes at least: optimizers keep their state in float32 for smaller types; 64: the step.
                     total += copies * local.numel() * max(local.element_size(), 4) + 64
