@@ -87,7 +87,7 @@ class Cadence:
     def due(
         self,
         step: int,
-        channel: _Channel,
+        channel: Callable[[], _Channel],
         records: Callable[[], Mapping[int, Record]],
         *,
         uploading: bool,
@@ -95,6 +95,7 @@ class Cadence:
         """Whether to save `step`. Collective over the channel at the steps at which it has to be.
 
         Args:
+            channel: opened only where ranks have to agree.
             records: the generations there are; asked for once, on rank 0, where the interval is chosen.
             uploading: the save before this one is still under way.
         """
@@ -106,12 +107,13 @@ class Cadence:
         self._meter.step_ended(now, uploading=uploading)
         if self._ask_at is not None and step < self._ask_at:
             return False
+        to_others = channel()
         word = b""
-        if channel.rank == 0:
+        if to_others.rank == 0:
             if self.auto:
                 self._choose(records)
             word = msgspec.json.encode(self._pace.ask(step, now, self._meter.step_s))
-        due = msgspec.json.decode(channel.exchange(word)[0], type=Due)
+        due = msgspec.json.decode(to_others.exchange(word)[0], type=Due)
         self._ask_at = due.ask_at
         return due.save
 

@@ -39,7 +39,7 @@ class Rank:
 
     def due(self, step: int, took: float, *, uploading: bool = False) -> bool:
         self.clock.at += took
-        return self.cadence.due(step, self, records, uploading=uploading)
+        return self.cadence.due(step, lambda: self, records, uploading=uploading)
 
 
 def records() -> Mapping[int, Record]:
