@@ -4,28 +4,33 @@ Conditional creation is a PUT, or the completion of a multipart upload, with ``I
 may have worked. Repeating it is harmless (the key is either free or taken, by us or by another, and a nonce in the object's
 metadata tells which); only where the deadline ends it undecided is the outcome unknown.
 
-s3session.py has the session and our patience, s3upload.py large objects, s3errors.py what failures mean.
+s3session.py has the session and our patience, s3create.py conditional creation, s3upload.py large objects, s3read.py ranged
+reads, s3errors.py what failures mean.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from surefoot.ckpt.s3errors import Call, PastEndError, UploadGoneError
-from surefoot.ckpt.s3session import SLOWEST_BYTES_PER_S, Patience, Session, patiently
-from surefoot.ckpt.s3upload import S3Upload, Sizing, Target, put_conditionally
+from surefoot.ckpt.s3create import Target, put_once
+from surefoot.ckpt.s3errors import Call, UploadGoneError
+from surefoot.ckpt.s3read import Reading, Source, read_ranges
+from surefoot.ckpt.s3session import SLOWEST_BYTES_PER_S, Patience, Session
+from surefoot.ckpt.s3upload import S3Upload, Sizing
 from surefoot.ckpt.store import ObjectInfo, ObjectMissingError, Unfinished, check_key
 
 PART_NBYTES = 16 * 2**20
 """One part of an upload, and one ranged read. S3 wants at least 5 MiB for all parts but the last."""
+SINGLE_PUT_NBYTES = 64 * 2**20
+"""What `create` is given goes up with one PUT up to this size: not every store that honours conditions on a PUT also does on the
+completion of a multipart upload (Ceph RGW 16.2), and records and manifests are committed by `create`."""
+FIRST_READ_NBYTES = 2**20
+"""Asked for at first of an object whose size is not known: records and manifests are smaller."""
 IN_FLIGHT = 8
 """Parts, or ranged reads, under way at a time."""
-CHUNK_NBYTES = 2**20
-"""Most that is taken from a connection at once."""
 
 
 class S3ObjectStore:
@@ -56,9 +61,10 @@ class S3ObjectStore:
         self._deadline_s = deadline_s
         self._sizing = Sizing(
             part_nbytes=part_nbytes,
-            parts_in_flight=in_flight,
+            in_flight=in_flight,
             try_s=deadline_s / 3 if try_s is None else try_s,
         )
+        self._conditional = True
         self._session = Session()
 
     @property
@@ -68,12 +74,11 @@ class S3ObjectStore:
     # ------------------------------------------------------------ creating
 
     def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        target = self._target(key)
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        if view.nbytes <= self._sizing.part_nbytes:
-            return put_conditionally(
-                self._session, self._target(key), [view], zlib.crc32(view), self._patience(view.nbytes)
-            )
+        if view.nbytes <= SINGLE_PUT_NBYTES:
+            return put_once(self._session, target, [view], zlib.crc32(view), self._patience(view.nbytes))
         upload = self.upload(
             key, view.nbytes, deadline_s=self._deadline_s + view.nbytes / SLOWEST_BYTES_PER_S
         )
@@ -85,6 +90,11 @@ class S3ObjectStore:
 
     def upload(self, key: str, size: int, *, deadline_s: float) -> S3Upload:
         return S3Upload(self._session, self._target(key), size, self._sizing, deadline_s)
+
+    def do_without_conditions(self) -> None:
+        """From now on create without ``If-None-Match``, for a store that does not know it: look, put, and read back whose object
+        stands there (`s3create.create_once` says what that does not protect from). Chosen by `probe.ensure_exclusive`."""
+        self._conditional = False
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         async def pages() -> list[Unfinished]:
@@ -123,51 +133,39 @@ class S3ObjectStore:
     # ------------------------------------------------------------ reading
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        address = self._target(key).address()
-        if length == 0:
+        """One request where it is not much; its answer tells how much there is beyond."""
+        wanted = FIRST_READ_NBYTES if length is None else length
+        first = bytearray(min(wanted, self._sizing.part_nbytes))
+        if not first:
             return b""
-        if start or length is not None:
-            address["Range"] = f"bytes={start}-{'' if length is None else start + length - 1}"
-
-        async def get() -> bytes:
-            response = await self._session.call("get_object", **address)
-            async with response["Body"] as body:
-                return await body.read()
-
-        try:
-            return self._run(get, "read", key, nbytes=length or 0)
-        except PastEndError:
-            return b""
+        reading = Reading(self._source(key), start, [memoryview(first)])
+        patience = self._patience(len(first))
+        self._session.wait(reading.run(patience), self._source(key).call, patience)
+        missing = max(reading.total - start - reading.done, 0)
+        if length is not None:
+            missing = min(missing, length - reading.done)
+        if not missing:
+            return bytes(memoryview(first)[: reading.done])
+        rest = bytearray(missing)
+        found = self.read_into(key, start + reading.done, [memoryview(rest)])
+        return b"".join((first, memoryview(rest)[:found]))
 
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
-        address = self._target(key).address()
+        source = self._source(key)
         flat = [view.cast("B") for view in views if view.nbytes]
         nbytes = sum(map(len, flat))
         if not nbytes:
             return 0
-        patience = self._patience(nbytes)
-
-        async def read_all() -> list[int]:
-            slots = asyncio.Semaphore(self._sizing.parts_in_flight)
-            readings = []
-            at = start
-            for part in _cut(flat, self._sizing.part_nbytes):
-                reading = _Reading(self._session, address, at, part)
-                readings.append(self._reading(reading, key, patience, slots))
-                at += reading.nbytes
-            return await asyncio.gather(*readings)
-
-        self._session.open(Call(root=self.root, what="read", key=key), patience)
-        return sum(self._session.submit(read_all()).result())
-
-    async def _reading(self, reading: Any, key: str, patience: Patience, slots: asyncio.Semaphore) -> int:
-        async with slots:
-            call = Call(root=self.root, what="read", key=key)
-            try:
-                await patiently(reading.attempt, call, patience)
-            except PastEndError:
-                pass
-        return reading.done
+        patience = self._patience(nbytes, of_one_try=min(nbytes, self._sizing.part_nbytes))
+        reading = read_ranges(
+            source,
+            start,
+            flat,
+            range_nbytes=self._sizing.part_nbytes,
+            in_flight=self._sizing.in_flight,
+            patience=patience,
+        )
+        return self._session.wait(reading, source.call, patience)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         async def pages() -> list[ObjectInfo]:
@@ -198,64 +196,25 @@ class S3ObjectStore:
     # ------------------------------------------------------------ shared
 
     def _target(self, key: str) -> Target:
-        return Target(root=self.root, bucket=self._bucket, prefix=self._prefix, key=check_key(key))
+        return Target(
+            root=self.root,
+            bucket=self._bucket,
+            prefix=self._prefix,
+            key=check_key(key),
+            conditional=self._conditional,
+        )
 
-    def _patience(self, nbytes: int = 0) -> Patience:
-        extra_s = nbytes / SLOWEST_BYTES_PER_S
+    def _source(self, key: str) -> Source:
+        call = Call(root=self.root, what="read", key=key)
+        return Source(session=self._session, address=self._target(key).address(), call=call)
+
+    def _patience(self, nbytes: int = 0, *, of_one_try: int | None = None) -> Patience:
+        """For a call that moves so many bytes, and so many in one try."""
+        one = nbytes if of_one_try is None else of_one_try
         return Patience(
-            deadline=time.monotonic() + self._deadline_s + extra_s, try_s=self._sizing.try_s + extra_s
+            deadline=time.monotonic() + self._deadline_s + nbytes / SLOWEST_BYTES_PER_S,
+            try_s=self._sizing.try_s + one / SLOWEST_BYTES_PER_S,
         )
 
-    def _run(self, attempt: Any, what: str, key: str, *, nbytes: int = 0) -> Any:
-        return self._session.run(attempt, Call(root=self.root, what=what, key=key), self._patience(nbytes))
-
-
-class _Reading:
-    """One ranged read into views. What has come is kept: the next try asks for the rest."""
-
-    def __init__(
-        self, session: Session, address: dict[str, Any], start: int, views: list[memoryview]
-    ) -> None:
-        self._session = session
-        self._address = address
-        self._start = start
-        self._views = views
-        self.nbytes = sum(map(len, views))
-        self.done = 0
-
-    async def attempt(self) -> None:
-        begin = self._start + self.done
-        response = await self._session.call(
-            "get_object", **self._address, Range=f"bytes={begin}-{self._start + self.nbytes - 1}"
-        )
-        async with response["Body"] as body:
-            while chunk := await body.read(CHUNK_NBYTES):
-                self._take(memoryview(chunk))
-
-    def _take(self, chunk: memoryview) -> None:
-        self.done += len(chunk)
-        while chunk:
-            room = self._views[0]
-            n = min(len(room), len(chunk))
-            room[:n] = chunk[:n]
-            chunk = chunk[n:]
-            if n == len(room):
-                self._views.pop(0)
-            else:
-                self._views[0] = room[n:]
-
-
-def _cut(views: list[memoryview], nbytes: int) -> list[list[memoryview]]:
-    """The same memory in runs of `nbytes`; the last may be short."""
-    runs: list[list[memoryview]] = [[]]
-    room = nbytes
-    for whole in views:
-        view = whole
-        while len(view):
-            if not room:
-                runs.append([])
-                room = nbytes
-            runs[-1].append(view[:room])
-            taken = len(runs[-1][-1])
-            view, room = view[taken:], room - taken
-    return runs
+    def _run(self, attempt: Callable[[], Awaitable[Any]], what: str, key: str) -> Any:
+        return self._session.run(attempt, Call(root=self.root, what=what, key=key), self._patience())

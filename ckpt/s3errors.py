@@ -73,6 +73,7 @@ _BY_CODE = {
     "InvalidToken": Verdict.DENIED,
     "AuthorizationHeaderMalformed": Verdict.DENIED,
     "InvalidBucketName": Verdict.NO_BUCKET,
+    "NotImplemented": Verdict.OTHER,
 }
 _BY_STATUS = {
     301: Verdict.DENIED,
@@ -84,6 +85,7 @@ _BY_STATUS = {
     412: Verdict.EXISTS,
     416: Verdict.PAST_END,
     429: Verdict.BUSY,
+    501: Verdict.OTHER,
     503: Verdict.BUSY,
 }
 WORTH_A_RETRY = frozenset({Verdict.AWAY, Verdict.BUSY, Verdict.CUT_OFF, Verdict.CONFLICT, Verdict.DAMAGED})

@@ -117,14 +117,23 @@ class Session:
         words of the error. Raises: the typed error of `call`, never ObjectUnknownError."""
         if self._client is None:
             with self._lock:
-                self._client = self._client or self._await(
+                self._client = self._client or self._waited(
                     patiently(self._connect, call, patience), call, patience
                 )
 
     def run(self, attempt: Callable[[], Awaitable[_T]], call: Call, patience: Patience) -> _T:
         """`patiently`, from a thread that waits. Raises: the typed error of `call`."""
-        self.open(replace(call, creates=False), patience)
-        return self._await(patiently(attempt, call, patience), call, patience)
+        return self.wait(patiently(attempt, call, patience), call, patience)
+
+    def wait(self, coroutine: Coroutine[Any, Any, _T], call: Call, patience: Patience) -> _T:
+        """Run a coroutine that keeps to `patience` by itself; `call` is for the words of the error. Raises: whatever it raises; the
+        typed error of `call`."""
+        try:
+            self.open(replace(call, creates=False), patience)
+        except BaseException:
+            coroutine.close()
+            raise
+        return self._waited(coroutine, call, patience)
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """One call of the S3 client, as botocore names it; tried once. Raises what botocore raises."""
@@ -147,7 +156,7 @@ class Session:
         client.meta.events.register_last("before-call.s3", _expect_nothing, unique_id="surefoot")
         return client
 
-    def _await(self, coroutine: Coroutine[Any, Any, _T], call: Call, patience: Patience) -> _T:
+    def _waited(self, coroutine: Coroutine[Any, Any, _T], call: Call, patience: Patience) -> _T:
         future = self.submit(coroutine)
         try:
             return future.result(max(patience.left_s(), 0.0) + LATE_S)

@@ -1,7 +1,7 @@
 """One large object on its way to S3: parts in parallel, each with a checksum that the store compares with what arrived.
 
 * `put` cuts the caller's bytes into parts without copying them and starts each part as soon as it is full; it waits while
-  `parts_in_flight` are under way, so that memory and connections are bounded.
+  `in_flight` are under way, so that memory and connections are bounded.
 * A part carries its CRC32 in a signed header. A store that knows it refuses a part that arrived damaged and answers with the
   sum it found, which is compared; of one that does not, the ETag must be the part's MD5.
 * A part that was answered is not sent again. A part without an answer is, on another connection, until the deadline.
@@ -13,21 +13,19 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import secrets
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surefoot.ckpt.s3errors import Call, DamagedPartError, UploadGoneError
+from surefoot.ckpt.s3create import NONCE, Body, Target, crc_header, create_once, put_once
+from surefoot.ckpt.s3errors import DamagedPartError
 from surefoot.ckpt.s3session import SLOWEST_BYTES_PER_S, Patience, Session, patiently
 from surefoot.ckpt.store import (
-    ObjectExistsError,
-    ObjectMissingError,
     ObjectStoreError,
     ObjectStoreUnavailableError,
     require_size,
@@ -36,53 +34,10 @@ from surefoot.ckpt.store import (
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-NONCE = "surefoot-nonce"
-"""Name in an object's metadata of the word that tells whose creation it was."""
 MOST_PARTS = 10_000
 """S3's limit for one upload."""
-SEND_NBYTES = 256 * 2**10
-"""Given to a connection at once, between looks at whether it keeps up."""
-
-
-class Body:
-    """Bytes in several views, for botocore and aiohttp: sent piece by piece, never joined. Once `closed`, no byte is read any
-    more: whoever was left behind sending it cannot see what the caller does to the buffers afterwards."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
-        self._size = sum(map(len, views))
-        self._at = 0
-        self.closed = False
-
-    def __len__(self) -> int:
-        return self._size
-
-    def read(self, n: int = -1) -> bytes:
-        """Never asked for bodies that are not signed; here because botocore takes only what can be read."""
-        raise OSError("the body of an upload is iterated over")
-
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        for view in self._views:
-            for at in range(0, len(view), SEND_NBYTES):
-                if self.closed:
-                    raise ConnectionAbortedError("this try was given up")
-                yield view[at : at + SEND_NBYTES]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where an upload goes, and with what patience."""
-
-    root: str
-    bucket: str
-    prefix: str
-    key: str
-
-    def address(self) -> dict[str, Any]:
-        return {"Bucket": self.bucket, "Key": self.prefix + self.key}
-
-    def call(self, what: str, within: str = "", *, creates: bool = False) -> Call:
-        return Call(root=self.root, what=what, key=self.key, within=within, creates=creates)
+ABORT_S = 2.0
+"""How long an abort waits for parts under way to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +45,7 @@ class Sizing:
     """How an upload is cut, and how long one try may take beyond what its bytes need."""
 
     part_nbytes: int
-    parts_in_flight: int
+    in_flight: int
     try_s: float
 
 
@@ -110,10 +65,6 @@ class _Part:
     def own(self) -> None:
         """Copy the bytes, so that the caller's may change."""
         self.views = [memoryview(b"".join(self.views))]
-
-
-def crc_header(crc: int) -> str:
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
 class S3Upload:
@@ -161,7 +112,7 @@ class S3Upload:
     def finish(self) -> None:
         require_size(self._target.root, self._target.key, self._taken, self._size)
         if not self._id:
-            put_conditionally(
+            put_once(
                 self._session, self._target, self._part.views, self._part.crc, self._patience(self._size)
             )
         else:
@@ -176,8 +127,12 @@ class S3Upload:
         if self._closed:
             return
         self._closed = True
-        for going in list(self._going.values()):
-            going.cancel()
+        with self._changed:
+            going = list(self._going.values())
+        for part in going:
+            part.cancel()
+        with self._changed:  # a part that arrives after the abort would stay behind
+            self._changed.wait_for(lambda: not self._going, ABORT_S)
         if self._id:
             abort_upload(self._session, self._target, self._id, self._sizing.try_s)
 
@@ -197,9 +152,9 @@ class S3Upload:
         return answer["UploadId"]
 
     def _send_part(self) -> None:
-        """Start the part that is full, as soon as fewer than `parts_in_flight` are under way."""
+        """Start the part that is full, as soon as fewer than `in_flight` are under way."""
         part, self._part = self._part, _Part()
-        self._wait(self._sizing.parts_in_flight - 1)
+        self._wait(self._sizing.in_flight - 1)
         self._sent += 1
         number = self._sent
         with self._changed:
@@ -235,25 +190,25 @@ class S3Upload:
 
     async def _store_part(self, number: int, part: _Part) -> dict[str, Any]:
         crc = crc_header(part.crc)
+        body = Body(part.views)
 
         async def attempt() -> dict[str, Any]:
-            body = Body(part.views)
-            try:
-                answer = await self._session.call(
-                    "upload_part",
-                    **self._target.address(),
-                    UploadId=self._id,
-                    PartNumber=number,
-                    Body=body,
-                    ChecksumCRC32=crc,
-                )
-            finally:
-                body.closed = True
+            answer = await self._session.call(
+                "upload_part",
+                **self._target.address(),
+                UploadId=self._id,
+                PartNumber=number,
+                Body=body.again(),
+                ChecksumCRC32=crc,
+            )
             _require_stored(answer, part.views, crc)
             return answer
 
         call = self._target.call("create", f"part {number} of {self._words()}")
-        answer = await patiently(attempt, call, self._patience(part.nbytes))
+        try:
+            answer = await patiently(attempt, call, self._patience(part.nbytes))
+        finally:
+            body.close()
         return {"ETag": answer["ETag"], "ChecksumCRC32": crc, "Size": part.nbytes}
 
     # ------------------------------------------------------------ completion
@@ -296,7 +251,7 @@ class S3Upload:
                 **self._target.address(),
                 UploadId=self._id,
                 MultipartUpload={"Parts": parts},
-                IfNoneMatch="*",
+                **self._target.condition(),
             ),
             self._nonce,
             self._words(),
@@ -325,56 +280,6 @@ def _require_stored(answer: dict[str, Any], views: Sequence[memoryview], crc: st
         raise DamagedPartError(
             f"the store gives neither the CRC32 of what it received nor its MD5 ({md5.hexdigest()}): {answer.get('ETag')}"
         )
-
-
-def put_conditionally(
-    session: Session, target: Target, views: Sequence[memoryview], crc: int, patience: Patience
-) -> None:
-    """Create a small object with one PUT. Raises as `ObjectStore.create`."""
-    nonce = secrets.token_hex(8)
-    small = b"".join(views) if sum(map(len, views)) <= SEND_NBYTES else None
-
-    async def attempt() -> None:
-        body = Body(views)
-        try:
-            await session.call(
-                "put_object",
-                **target.address(),
-                Body=body if small is None else small,
-                ChecksumCRC32=crc_header(crc),
-                Metadata={NONCE: nonce},
-                IfNoneMatch="*",
-            )
-        finally:
-            body.closed = True
-
-    create_once(session, target, attempt, nonce, "", patience)
-
-
-def create_once(
-    session: Session, target: Target, attempt: Any, nonce: str, within: str, patience: Patience
-) -> None:
-    """Carry out a conditional creation. The key may be found taken by ourselves, where an earlier try worked and its answer was
-    lost: the nonce in the object's metadata tells.
-
-    Raises: as `ObjectStore.create`.
-    """
-    try:
-        session.run(attempt, target.call("create", within, creates=True), patience)
-    except (ObjectExistsError, UploadGoneError) as e:
-        if nonce_of(session, target, patience) != nonce:
-            raise e if isinstance(e, ObjectExistsError) else ObjectStoreError(str(e)) from e
-
-
-def nonce_of(session: Session, target: Target, patience: Patience) -> str | None:
-    """The nonce in the metadata of the object; None where it has none, or where there is no object."""
-    try:
-        answer = session.run(
-            lambda: session.call("head_object", **target.address()), target.call("look at"), patience
-        )
-    except ObjectMissingError:
-        return None
-    return answer.get("Metadata", {}).get(NONCE)
 
 
 def abort_upload(session: Session, target: Target, upload_id: str, try_s: float) -> None:

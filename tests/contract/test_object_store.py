@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.ckpt.probe import Exclusion, ensure_exclusive, probe_conditional
 from surefoot.ckpt.s3 import S3ObjectStore
 from surefoot.ckpt.store import (
     MemoryObjectStore,
@@ -142,6 +143,13 @@ def race(store: ObjectStore, key: str, n: int) -> list[bool]:
 def test_root_is_a_url_without_a_slash_at_its_end(store: ObjectStore) -> None:
     assert "://" in store.root
     assert not store.root.removesuffix("://").endswith("/")
+
+
+def test_the_probe_finds_conditional_creation(store: ObjectStore) -> None:
+    """Told typed, and nothing is left."""
+    assert probe_conditional(store).exclusion is Exclusion.KEPT
+    assert ensure_exclusive(store).exclusive
+    assert store.list("") == []
 
 
 # ---------------------------------------------------------------- read_into

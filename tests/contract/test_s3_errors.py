@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.s3 import PART_NBYTES
+from surefoot.ckpt.s3 import SINGLE_PUT_NBYTES
 from surefoot.ckpt.s3session import UNREACHABLE_S
 from surefoot.ckpt.store import (
     ObjectExistsError,
@@ -62,9 +62,9 @@ def test_a_bucket_that_is_not_there(s3_url: str, call: str) -> None:
 
 @pytest.mark.s3
 def test_large_objects_are_created_conditionally_as_well(s3_url: str) -> None:
-    """Beyond PART_NBYTES they go up in parts; the completion is what is conditional."""
+    """Beyond SINGLE_PUT_NBYTES they go up in parts; the completion is what is conditional."""
     store = open_store(s3_url)
-    data = bytes(range(256)) * (PART_NBYTES // 256 + 1000)
+    data = bytes(range(256)) * (SINGLE_PUT_NBYTES // 256 + 1000)
     store.create("large", data)
     with pytest.raises(ObjectExistsError):
         store.create("large", bytes(len(data)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import botocore.exceptions as boto
@@ -9,8 +11,18 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from surefoot.ckpt.s3errors import Verdict, judge
-from surefoot.ckpt.s3session import FIRST_PAUSE_S, LONGEST_PAUSE_S, pause_after
+from surefoot.ckpt.s3create import Body
+from surefoot.ckpt.s3errors import Call, Verdict, judge
+from surefoot.ckpt.s3read import cut
+from surefoot.ckpt.s3session import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    SILENT_TRIES,
+    Patience,
+    patiently,
+    pause_after,
+)
+from surefoot.ckpt.store import ObjectStoreUnavailableError, ObjectUnknownError
 
 
 def client_error(code: str, status: int, condition: str | None = None) -> ClientError:
@@ -45,6 +57,10 @@ def client_error(code: str, status: int, condition: str | None = None) -> Client
         (client_error("502", 502), Verdict.CUT_OFF),
         (client_error("InvalidRange", 416), Verdict.PAST_END),
         (client_error("EntityTooLarge", 400), Verdict.OTHER),
+        (client_error("NotImplemented", 501), Verdict.OTHER),
+        (client_error("NoSuchUpload", 404), Verdict.NO_UPLOAD),
+        (client_error("BadDigest", 400), Verdict.DAMAGED),
+        (client_error("XAmzContentChecksumMismatch", 400), Verdict.DAMAGED),
     ],
 )
 def test_answers_of_the_server(error: ClientError, verdict: Verdict, translated: bool) -> None:
@@ -83,3 +99,79 @@ def test_pauses_grow_and_stay_bounded() -> None:
     assert all(FIRST_PAUSE_S / 2 <= p <= LONGEST_PAUSE_S for p in pauses)
     assert pauses[-1] > pauses[0]
     assert pause_after(3, "k") != pause_after(3, "another")
+
+
+# ---------------------------------------------------------------- bytes in views
+
+
+@pytest.mark.parametrize("nbytes", [1, 3, 4, 100])
+def test_cutting_keeps_the_bytes_and_their_order(nbytes: int) -> None:
+    views = [memoryview(b"abc"), memoryview(b""), memoryview(b"defgh"), memoryview(b"i")]
+    runs = cut(views, nbytes)
+    assert b"".join(v for run in runs for v in run) == b"abcdefghi"
+    assert [sum(map(len, run)) for run in runs[:-1]] == [nbytes] * (len(runs) - 1)
+
+
+def test_a_try_that_was_given_up_sees_no_byte_any_more() -> None:
+    """It may hang in the middle of a part, and come back to life when the caller's buffer holds something else."""
+
+    async def scenario() -> None:
+        body = Body([memoryview(b"a"), memoryview(b"b")])
+        first = aiter(body.again())
+        assert await anext(first) == b"a"
+        second = aiter(body.again())
+        assert [bytes(v) async for v in second] == [b"a", b"b"]
+        with pytest.raises(ConnectionAbortedError):
+            await anext(first)
+        third = aiter(body.again())
+        body.close()
+        with pytest.raises(ConnectionAbortedError):
+            await anext(third)
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- patience
+
+
+def test_a_try_that_cannot_be_cancelled_is_left_behind() -> None:
+    """As an aiobotocore PUT to a server that hangs."""
+
+    async def deaf() -> None:
+        nonlocal tries
+        tries += 1
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if released:
+                    raise
+
+    async def scenario() -> None:
+        nonlocal released
+        patience = Patience(deadline=time.monotonic() + 0.3, try_s=0.05)
+        try:
+            with pytest.raises(ObjectStoreUnavailableError, match=r"cannot read k: .*no answer"):
+                await patiently(deaf, Call(root="s3://b", what="read", key="k"), patience)
+        finally:
+            released = True
+
+    tries, released = 0, False
+    begun = time.monotonic()
+    asyncio.run(scenario())
+    assert tries >= 2
+    assert time.monotonic() - begun < 1.0
+
+
+def test_silence_is_given_up_before_the_deadline() -> None:
+    async def silent() -> None:
+        nonlocal tries
+        tries += 1
+        raise TimeoutError("no answer")
+
+    tries = 0
+    patience = Patience(deadline=time.monotonic() + 60.0, try_s=0.01)
+    call = Call(root="s3://b", what="create", key="k", creates=True)
+    with pytest.raises(ObjectUnknownError, match=f"after {SILENT_TRIES} tries"):
+        asyncio.run(patiently(silent, call, patience))
+    assert tries == SILENT_TRIES
