@@ -13,6 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,6 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot import ckpt
+from surefoot.ckpt.dcp import export_dcp, open_dcp
+from surefoot.ckpt.importing import write_foreign
+from surefoot.ckpt.store import open_store
 from surefoot.examples.gpt import GPT, Config, sum_of_token_losses
 
 CONFIG = Config(vocab=48, seq_len=16, width=24, heads=4, hidden=40, layers=2)
@@ -132,3 +139,37 @@ def export_and_run(root: str, dest: str) -> dict[str, Any]:
     exported.load_state_dict(weights)
     ckpt.load(root, {"model": loaded}, strict=False)
     return {"files": len(files), "exported": logits(exported).tolist(), "loaded": logits(loaded).tolist()}
+
+
+# ---------------------------------------------------------------- torch DCP
+
+
+def train_and_save_with_torch(folder: str, layout: str) -> dict[str, str]:
+    state = build(layout, seed=1)
+    train(state, 2)
+    model, optim = get_state_dict(state["model"], state["optim"])
+    dcp_save({"model": model, "optim": optim}, storage_writer=FileSystemWriter(folder))
+    return digests(state)
+
+
+def load_with_torch(folder: str, layout: str) -> dict[str, str]:
+    state = build(layout, seed=7)
+    train(state, 1)  # so that the optimizer has state to be filled
+    model, optim = get_state_dict(state["model"], state["optim"])
+    dcp_load({"model": model, "optim": optim}, storage_reader=FileSystemReader(folder))
+    set_state_dict(state["model"], state["optim"], model_state_dict=model, optim_state_dict=optim)
+    return digests(state)
+
+
+def import_from_torch(folder: str, root: str) -> None:
+    write_foreign(open_store(root), open_dcp(folder), step=2)
+
+
+def export_to_torch(root: str, folder: str) -> None:
+    export_dcp(root, None, folder)
+
+
+def load_model_and_optimizer(root: str, layout: str) -> dict[str, str]:
+    state = build(layout, seed=7 + dist.get_rank())
+    ckpt.load(root, {"model": state["model"], "optim": state["optim"]})
+    return digests(state)

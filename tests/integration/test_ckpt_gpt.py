@@ -45,3 +45,13 @@ def assert_close(a: list[Any], b: list[Any]) -> None:
 
 def flat(nested: Any) -> list[float]:
     return [x for inner in nested for x in flat(inner)] if isinstance(nested, list) else [nested]
+
+
+def test_a_folder_of_torch_dcp_goes_in_and_out_at_any_layout(ranks: Any, tmp_path: Path) -> None:
+    """Shards that torch wrote become pieces; what is exported loads there at another layout. Bit for bit."""
+    theirs, root, again = (str(tmp_path / name) for name in ("theirs", "root", "again"))
+    saved = ranks(4, "ckpt_gpt:train_and_save_with_torch", theirs, "fsdp2 x tp")
+    ranks(1, "ckpt_gpt:import_from_torch", theirs, root)
+    assert ranks(2, "ckpt_gpt:load_model_and_optimizer", root, "ddp") == saved[:2]
+    ranks(1, "ckpt_gpt:export_to_torch", root, again)
+    assert ranks(2, "ckpt_gpt:load_with_torch", again, "ddp") == saved[:2]
