@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from surefoot.ckpt.errors import CkptWorldError
+from surefoot.ckpt.probe import ensure_exclusive
 from surefoot.ckpt.record import (
     ManifestRef,
     Record,
@@ -36,7 +37,7 @@ class StaleStartError(CkptWorldError):
 def open_generation(
     store: ObjectStore, start: StartRef, *, seen: Collection[ManifestRef] | None, created_by: str
 ) -> int:
-    """Create the record of the next generation and return its number.
+    """Probe the store for conditional creation, create the record of the next generation and return its number.
 
     Args:
         seen: the manifests there were when `start` was loaded: to leave those behind is the caller's decision, to leave
@@ -47,6 +48,7 @@ def open_generation(
         StaleStartError: steps beyond `start` were committed that the caller has not seen.
         ObjectStore…Error, LineageError.
     """
+    ensure_exclusive(store)
     records = read_records(store)
     for _ in range(TRIES):
         left = beyond(records, list_manifests(store), start)
