@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from surefoot.ckpt.interval import Choice, CostMeter, Due, Pace, choose, faults_of
+from surefoot.ckpt.interval import CostMeter, Due, IntervalChoice, Pace, choose, faults_of
 from surefoot.ckpt.record import Record
 
 _log = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ class Cadence:
         self._timed = every_s is not None or every == "auto"
         self._ask_at: int | None = None
         self._faults: int | None = None
-        self._choice: Choice | None = None
+        self._choice: IntervalChoice | None = None
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> IntervalChoice | None:
         """The interval in force and why; None before one was chosen."""
         return self._choice
 

@@ -23,6 +23,7 @@ from surefoot.ckpt.manifest import (
     step_prefix,
 )
 from surefoot.ckpt.orphans import Holdings, Orphan, generations_over, orphans, sort_out
+from surefoot.ckpt.progress import Progress
 from surefoot.ckpt.record import lineage, list_records, read_records
 from surefoot.ckpt.retention import Retention, Verdict, held_of, judge, objects_of
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, Unfinished
@@ -30,9 +31,6 @@ from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
 _log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Told how much is done and how much there is in all."""
 
 
 # ---------------------------------------------------------------- after a commit

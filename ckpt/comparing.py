@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,12 +12,11 @@ import torch
 
 from surefoot.ckpt.boxreader import BoxReader, tensor_nbytes
 from surefoot.ckpt.manifest import Manifest, TensorMeta
+from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.state import dtype_of
 from surefoot.ckpt.tensorstats import as_numbers
 
 CHUNK_NBYTES = 8 * 2**20
-
-Progress = Callable[[int, int], None]
 
 
 class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +73,11 @@ def compare(a: BoxReader, b: BoxReader, progress: Progress | None = None) -> Che
     alike = _once((n for n in both if n not in changed), names_a, names_b)
     total = sum(tensor_nbytes(ma.tensors[names_a[n]]) for n in alike)
     found: list[TensorDiff] = []
-    done = 0
+    tell = stepwise(progress, total)
     for n in alike:
         if (diff := _tensor_diff(n, a, names_a[n], b, names_b[n])) is not None:
             found.append(diff)
-        done += tensor_nbytes(ma.tensors[names_a[n]])
-        if progress is not None:
-            progress(done, total)
+        tell(tensor_nbytes(ma.tensors[names_a[n]]))
     return CheckpointDiff(
         a=_label(ma),
         b=_label(mb),

@@ -19,7 +19,7 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from surefoot.ckpt.inspect import find
 from surefoot.ckpt.leaves import memory_of
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, nbytes_of
+from surefoot.ckpt.progress import Progress
 from surefoot.ckpt.state import dtype_name, dtype_of
 from surefoot.ckpt.store import open_store
 from surefoot.ckpt.values import decode_value, encode_value, tensor_names, tensor_ref
@@ -51,7 +52,6 @@ OURS = "surefoot"
 """Key of the table that an export carries: JSON of step, cursor, aliases and values."""
 
 Path_ = tuple[str | int, ...]
-Progress = Callable[[int, int], None]
 
 
 class UntrustedPickleError(CkptUserError):

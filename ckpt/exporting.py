@@ -31,6 +31,7 @@ from surefoot.ckpt.errors import CkptUserError
 from surefoot.ckpt.inspect import find
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES
+from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.stformat import DTYPES, StTensor, encode_header
 from surefoot.ckpt.store import open_store
 
@@ -38,9 +39,6 @@ INDEX = "model.safetensors.index.json"
 SHARD_NBYTES = 5 * 10**9
 """Hugging Face's own limit for a file."""
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-
-Progress = Callable[[int, int], None]
-"""Told the bytes written and the bytes in all."""
 
 
 class ExportTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,14 +234,7 @@ def write_export(reader: BoxReader, plan: ExportPlan, folder: Path, progress: Pr
     """Raises as `export`. After a failure the folder holds no index, and may hold finished files."""
     require_empty(folder, ("*.safetensors", INDEX))
     folder.mkdir(parents=True, exist_ok=True)
-    done = 0
-
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, plan.nbytes)
-
+    tell = stepwise(progress, plan.nbytes)
     for file in plan.files:
         _write_file(reader, plan, file, folder / file.name, tell)
     weights = {t.name: f.name for f in plan.files for t in f.tensors}

@@ -39,6 +39,7 @@ from surefoot.ckpt.manifest import (
     part_key,
 )
 from surefoot.ckpt.plan import nbytes_of, place
+from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.record import StartRef, lineage, list_manifests, read_records
 from surefoot.ckpt.stformat import StTensor, decode_header, header_nbytes
 from surefoot.ckpt.store import ObjectStore
@@ -48,9 +49,6 @@ from surefoot.ckpt.upload import safetensors_header
 PUT_NBYTES = 4 * 2**20
 DEADLINE_S = 24 * 3600.0
 """For the whole upload. Nobody else waits for it, and Ctrl-C ends it."""
-
-Progress = Callable[[int, int], None]
-"""Told the bytes written and the bytes in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +149,7 @@ def _upload(
     upload = store.upload(key, len(header) + nbytes, deadline_s=DEADLINE_S)
     try:
         upload.put(memoryview(header))
-        done = 0
+        tell = stepwise(progress, nbytes)
         for name, box in ((p.name, p.box) for p in placed):
             data = memoryview(foreign.read(name, box)).cast("B")
             if len(data) != nbytes_of(foreign.tensors[name], box):
@@ -160,9 +158,7 @@ def _upload(
                 chunk = data[a : a + PUT_NBYTES]
                 sums.update(chunk)
                 upload.put(chunk)
-                done += len(chunk)
-                if progress is not None:
-                    progress(done, nbytes)
+                tell(len(chunk))
             upload.drain()
         upload.finish()
     except BaseException:

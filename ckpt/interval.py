@@ -39,7 +39,7 @@ _PLANNED = ("first_start", "resume", "rollback", "burnt", "import")
 from restarts after a crash."""
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class IntervalChoice(msgspec.Struct, frozen=True, kw_only=True):
     """An interval, and what led to it."""
 
     interval_s: float
@@ -100,14 +100,14 @@ def choose(
     observed_s: float,
     at_least_s: float = INTERVAL_S_MIN,
     at_most_s: float = INTERVAL_S_MAX,
-) -> Choice:
+) -> IntervalChoice:
     """The interval for what was measured and seen. Raises ValueError for a cost or a time that is negative."""
     if cost_s < 0 or observed_s < 0 or faults < 0:
         raise ValueError(f"cost {cost_s} s, {faults} faults in {observed_s} s: none of them can be negative")
     mtbf_s = mtbf_of(faults, observed_s)
     best = daly_s(cost_s, mtbf_s)
     interval_s = min(max(best, at_least_s), at_most_s)
-    return Choice(
+    return IntervalChoice(
         interval_s=interval_s,
         cost_s=cost_s,
         mtbf_s=mtbf_s,

@@ -23,7 +23,7 @@ NEWEST_MIN = 2
 """A single one could turn out damaged when it is needed."""
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class HeldStep(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint on the lineage, and what is known of it."""
 
     ref: ManifestRef
@@ -57,7 +57,7 @@ class Newest(msgspec.Struct, frozen=True, kw_only=True):
                 f"keep = {self.count}: at least {NEWEST_MIN} have to be kept, since the newest may turn out damaged"
             )
 
-    def wanted(self, line: Sequence[Held]) -> Iterator[tuple[ManifestRef, str]]:
+    def wanted(self, line: Sequence[HeldStep]) -> Iterator[tuple[ManifestRef, str]]:
         for h in [h for h in line if not h.aside][-self.count :]:
             yield h.ref, f"one of the newest {self.count}"
 
@@ -71,7 +71,7 @@ class EverySteps(msgspec.Struct, frozen=True, kw_only=True):
         if self.steps < 1:
             raise ValueError(f"keep every {self.steps} steps: the number must be at least 1, or left out")
 
-    def wanted(self, line: Sequence[Held]) -> Iterator[tuple[ManifestRef, str]]:
+    def wanted(self, line: Sequence[HeldStep]) -> Iterator[tuple[ManifestRef, str]]:
         for h in line:
             if h.ref.step % self.steps == 0:
                 yield h.ref, f"every {self.steps} steps"
@@ -89,7 +89,7 @@ class EveryHours(msgspec.Struct, frozen=True, kw_only=True):
         if self.hours <= 0:
             raise ValueError(f"keep one every {self.hours} hours: the number must be positive, or left out")
 
-    def wanted(self, line: Sequence[Held]) -> Iterator[tuple[ManifestRef, str]]:
+    def wanted(self, line: Sequence[HeldStep]) -> Iterator[tuple[ManifestRef, str]]:
         seen: set[int] = set()
         for h in line:
             if h.committed_at is None:
@@ -104,7 +104,7 @@ class Exempt(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: frozenset[int]
 
-    def wanted(self, line: Sequence[Held]) -> Iterator[tuple[ManifestRef, str]]:
+    def wanted(self, line: Sequence[HeldStep]) -> Iterator[tuple[ManifestRef, str]]:
         for h in line:
             if h.ref.step in self.steps:
                 yield h.ref, "exempt by its step"
@@ -145,7 +145,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- verdicts
 
 
-def judge(line: Sequence[Held], rules: Iterable[Rule]) -> list[Verdict]:
+def judge(line: Sequence[HeldStep], rules: Iterable[Rule]) -> list[Verdict]:
     """One verdict for each checkpoint of a lineage (ascending), in its order. PURE."""
     reasons: dict[ManifestRef, list[str]] = {h.ref: [] for h in line}
     for ref, why in _always(line):
@@ -159,7 +159,7 @@ def judge(line: Sequence[Held], rules: Iterable[Rule]) -> list[Verdict]:
     ]
 
 
-def _always(line: Sequence[Held]) -> Iterator[tuple[ManifestRef, str]]:
+def _always(line: Sequence[HeldStep]) -> Iterator[tuple[ManifestRef, str]]:
     if line:
         yield line[-1].ref, "the newest committed"
     if verified := [h for h in line if h.verified and not h.aside]:
@@ -175,13 +175,13 @@ def held_of(
     line: Iterable[ManifestRef],
     flags: Mapping[tuple[int, int], frozenset[str]],
     times: Mapping[ManifestRef, float] | None = None,
-) -> list[Held]:
+) -> list[HeldStep]:
     """A lineage with what its flags say. PURE."""
-    found: list[Held] = []
+    found: list[HeldStep] = []
     for ref in line:
         mine = flags.get((ref.generation, ref.step), frozenset())
         found.append(
-            Held(
+            HeldStep(
                 ref=ref,
                 committed_at=(times or {}).get(ref),
                 verified="verified" in mine,

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
-    from surefoot.ckpt.cleaning import GcPlan, Progress
+    from surefoot.ckpt.cleaning import GcPlan
     from surefoot.ckpt.comparing import CheckpointDiff, TensorDiff
     from surefoot.ckpt.exporting import ExportPlan
     from surefoot.ckpt.inspect import CheckpointRow, Shown
+    from surefoot.ckpt.progress import Progress
     from surefoot.ckpt.resharding import ReshardPlan
     from surefoot.ckpt.tensorstats import TensorStats
     from surefoot.ckpt.verifying import Report

@@ -11,11 +11,10 @@ import torch
 
 from surefoot.ckpt.boxreader import BoxReader, tensor_nbytes
 from surefoot.ckpt.inspect import stored_name
+from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.state import dtype_of
 
 BINS = 20
-
-Progress = Callable[[int, int], None]
 
 
 class PiecePlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +84,7 @@ def tensor_stats(reader: BoxReader, name: str, progress: Progress | None = None)
     """
     stored = stored_name(reader.manifest, name)
     meta = reader.meta(stored)
-    total = 2 * tensor_nbytes(meta)
-    tell = _told(progress, total)
+    tell = stepwise(progress, 2 * tensor_nbytes(meta))
     sums = _Sums()
     for chunk in _numbers(reader, stored, tell):
         sums.add(chunk)
@@ -142,15 +140,3 @@ def _places(reader: BoxReader, name: str) -> Iterator[PiecePlace]:
         yield PiecePlace(
             key=source.key, box=str(box), at=source.data_start + p.at, nbytes=nbytes_of(meta, box)
         )
-
-
-def _told(progress: Progress | None, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    return tell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import xxhash
@@ -11,15 +11,13 @@ from surefoot.ckpt.errors import CkptError, DamagedError, StepMissingError
 from surefoot.ckpt.flags import raise_flag
 from surefoot.ckpt.inspect import find
 from surefoot.ckpt.manifest import DataObject, Manifest, ManifestRef, manifest_key
+from surefoot.ckpt.progress import Progress
 from surefoot.ckpt.reading import read_blocks
 from surefoot.ckpt.restore import read_ledger
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreDeniedError, open_store
 
 READ_NBYTES = 32 * 2**20
 """Read and compared at once."""
-
-Progress = Callable[[int, int], None]
-"""Told the bytes compared and the bytes in all."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from surefoot.ckpt.manifest import (
 )
 from surefoot.ckpt.orphans import orphans, sort_out
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.retention import EveryHours, Held, Newest, Retention, judge
+from surefoot.ckpt.retention import EveryHours, HeldStep, Newest, Retention, judge
 from surefoot.ckpt.store import MemoryObjectStore, ObjectStore
 
 
@@ -157,11 +157,11 @@ def test_gc_by_rules_and_off_the_lineage(store: MemoryObjectStore) -> None:
 # ---------------------------------------------------------------- rules
 
 
-def held(*steps: int, **flags: tuple[int, ...]) -> list[Held]:
-    return [Held(ref=ref(1, s), **{name: s in which for name, which in flags.items()}) for s in steps]
+def held(*steps: int, **flags: tuple[int, ...]) -> list[HeldStep]:
+    return [HeldStep(ref=ref(1, s), **{name: s in which for name, which in flags.items()}) for s in steps]
 
 
-def kept(line: list[Held], retention: Retention) -> list[int]:
+def kept(line: list[HeldStep], retention: Retention) -> list[int]:
     return [v.ref.step for v in judge(line, retention.rules()) if v.keep]
 
 
@@ -183,7 +183,7 @@ def test_exempt_by_flag_and_by_number() -> None:
 
 def test_by_hours_the_first_of_each_span_and_what_is_not_known() -> None:
     times = {10: 0.0, 20: 1800.0, 30: 3600.0, 40: 7100.0, 50: None, 60: 9000.0, 70: 9001.0}
-    line = [Held(ref=ref(1, s), committed_at=at) for s, at in times.items()]
+    line = [HeldStep(ref=ref(1, s), committed_at=at) for s, at in times.items()]
     assert [v.ref.step for v in judge(line, [EveryHours(hours=1)]) if v.keep] == [10, 30, 50, 60, 70]
     assert "newest committed" in judge(line, [Newest(count=2)])[-1].why
 
