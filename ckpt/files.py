@@ -160,7 +160,11 @@ def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
             return ObjectExistsError(said)
         case errno.ENOENT:
             return ObjectMissingError(said)
-        case errno.EACCES | errno.EROFS:
+        case errno.EROFS:
+            return ObjectStoreDeniedError(
+                f"{said}; it is mounted read-only: mount it for writing, or choose another root"
+            )
+        case errno.EACCES:
             return ObjectStoreDeniedError(
                 f"{said}; give this user read and write permission, or choose another root"
             )
@@ -184,7 +188,10 @@ def _begin(path: Path) -> tuple[int, Path]:
     for attempt in range(_TRIES):
         try:
             _make_folder(path.parent)
-            temporary = path.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"[:NAME_MAX]
+            name = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
+            if len(os.fsencode(name)) > NAME_MAX:
+                name = name[: len(TEMPORARY_PREFIX) + 12]
+            temporary = path.parent / name
             return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), temporary
         except FileNotFoundError:
             if attempt == _TRIES - 1:
