@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -339,3 +340,31 @@ def test_a_dcp_folder_cannot_lead_out_of_itself(root: str, tmp_path: Path) -> No
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedError, match="outside"):
         open_dcp(tmp_path / "dcp")
+
+
+# ---------------------------------------------------------------- on S3
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_in_and_out_of_s3(s3_url: str, tmp_path: Path) -> None:
+    """Objects of several parts; and gc finds the upload of an import that was cut off."""
+    big = {"w": torch.arange(5_000_000, dtype=torch.float32), "b": torch.arange(7)}
+    (tmp_path / "hf").mkdir()
+    save_file(big, tmp_path / "hf" / "model.safetensors")
+    store = open_store(s3_url)
+    foreign = open_safetensors(tmp_path / "hf")
+    read = foreign.read
+
+    def cut_off(name: str, box: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_foreign(store, dataclasses.replace(foreign, read=cut_off))
+    assert store.unfinished("") == [], "what was begun is aborted"
+    assert write_foreign(store, dataclasses.replace(foreign, read=read)).generation == 2
+    assert ckpt.verify(s3_url).ok
+    ckpt.export(s3_url, None, tmp_path / "out")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(again[n], t) for n, t in big.items())
+    assert sum(a.nbytes for a in again.values()) > 16 * 2**20
