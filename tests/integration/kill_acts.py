@@ -7,6 +7,7 @@ from typing import Any
 
 import kill_points
 import torch
+import torch.distributed as dist
 from kill_points import Kill, Watch
 
 from surefoot import ckpt
@@ -50,3 +51,42 @@ def go_on(roots: list[tuple[str, int]], step: int) -> None:
             for name, value in state_at(expected).items():
                 assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(value)), (root, name)
             c.save(step, state_at(step)).wait()
+
+
+def record(root: str, log: str) -> None:
+    """Save steps 20 and 40; the points of the second are noted."""
+    rank = int(os.environ["RANK"])
+    kill_points.install(Watch(log=log, folder=root.removeprefix("file://")), f"rank{rank}")
+    with ckpt.Checkpointer(root) as c:
+        c.save(20, state_at(20)).wait()
+        if rank == 0:
+            kill_points.arm(log, None)
+        dist.barrier()
+        c.save(40, state_at(40)).wait()
+
+
+def fail_at(root: str, log: str, kills: list[dict[str, Any]]) -> list[tuple[bool, str]]:
+    """Commit step 20; then save a step per fault, all of which this rank meets together with the others; then one more.
+
+    Returns, per fault, whether it fired, and what this rank heard of that save (empty: that it was committed).
+    """
+    rank = int(os.environ["RANK"])
+    kill_points.install(Watch(log=log, folder=root.removeprefix("file://")), f"rank{rank}")
+    heard: list[tuple[bool, str]] = []
+    with ckpt.Checkpointer(root, deadline_s=20) as c:
+        c.save(20, state_at(20)).wait()
+        for i, kill in enumerate(kills):
+            if rank == 0:
+                kill_points.arm(log, Kill(**kill))
+            dist.barrier()
+            words = ""
+            try:
+                c.save(40 + i, state_at(40 + i)).wait()
+            except Exception as e:
+                words = f"{type(e).__name__}: {e}"
+                c._in_flight = None  # it was waited for
+            dist.barrier()
+            heard.append((kill_points.fired(log), words))
+            dist.barrier()
+        c.save(40 + len(kills), state_at(40 + len(kills))).wait()
+    return heard
