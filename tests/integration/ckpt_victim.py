@@ -1,11 +1,12 @@
-"""Saves steps 20 and 40 without torch, and is killed on the way to the second: see test_ckpt_kill.py.
+"""Saves steps without Checkpointer, as agents do, and is killed on the way to the last: an act for test_ckpt_kill.py."""
 
-Arguments: root, generation, starting generation and step, then the steps to save; a failpoint armed in the environment of
-the form ``NAME=crash`` takes effect in the last of them. Prints each step once it is acknowledged.
-"""
+from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "ckpt"))
 
 from ckpt_images import arrays, make_images
 
@@ -17,16 +18,16 @@ from surefoot.ckpt.store import open_store
 WRITERS = 2
 
 
-def main() -> None:
-    root, generation, start_generation, start_step = sys.argv[1], *map(int, sys.argv[2:5])
-    steps = [int(s) for s in sys.argv[5:]]
+def save(root: str, generation: int, start: tuple[int, int], steps: list[int], armed: str) -> None:
+    """Save `steps` in a generation that starts from `start` (generation, step); ``NAME=crash`` takes effect in the last of them.
+    Prints each step once it is acknowledged."""
     store = open_store(root)
-    start = StartRef(generation=start_generation, step=start_step)
+    point = StartRef(generation=start[0], step=start[1])
     create_record(
-        store, Record(generation=generation, start=start, reason="test", created_by=f"victim{os.getpid()}")
+        store, Record(generation=generation, start=point, reason="test", created_by=f"victim{os.getpid()}")
     )
     for step in steps:
-        failpoint.arm(failpoint.parse(os.environ.get("VICTIM_FAILPOINT", "")) if step == steps[-1] else None)
+        failpoint.arm(failpoint.parse(armed) if step == steps[-1] else None)
         images = make_images(arrays(), WRITERS, step=step, generation=generation)
         attempt = f"p{os.getpid()}-{step}"
         for writer, image in enumerate(images):
@@ -44,7 +45,3 @@ def main() -> None:
         )
         assert isinstance(outcome, tiers.Committed), outcome
         print(step, flush=True)
-
-
-if __name__ == "__main__":
-    main()
