@@ -166,7 +166,16 @@ class Load(Placing):
             return
         value = self.value(entry.name)
         self.reserve(value, entry.value, entry.name, None)
+        if entry.fixed and not tensor_names(self.source.values[entry.name]) and not self.problems:
+            self._require_same(entry, self.build(value))
         self.later.append(lambda: entry.put(self.build(value)))
+
+    def _require_same(self, entry: Entry, there: Any) -> None:
+        if there != entry.value:
+            self.problems.append(
+                f"{entry.name} is {there!r} in the checkpoint and {entry.value!r} here, in a {type(entry.container).__name__} that cannot "
+                f"be changed: use a dict or a list"
+            )
 
     # ---- tensors
 

@@ -39,6 +39,8 @@ class Packed:
     kind: str
     type: str
     ref: Ref
+    live: Any = None
+    """The live array that is filled in place, where it fits."""
 
 
 class Placing(ABC):
@@ -125,6 +127,7 @@ class Placing(ABC):
         if packed.kind == "array" and isinstance(live, np.ndarray) and meta is not None:
             fits = live.dtype.str == packed.type and live.shape == meta.shape
             if fits and live.flags.writeable and all(s >= 0 for s in live.strides):
+                packed.live = live
                 tensor = torch.from_numpy(live)
                 self.want([packed.ref.name], tensor)
                 return tensor
@@ -205,6 +208,8 @@ def _decode_leaf(kind: str, content: Any, path: str) -> Any:
 
 
 def _unpack(packed: Packed) -> Any:
+    if packed.live is not None:
+        return packed.live
     data = packed.ref.tensor.numpy()
     if packed.kind == "array":
         return data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from surefoot.ckpt.declared import Boxes, PerRank
-from surefoot.ckpt.errors import StateError, StateMismatchError
+from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.values import DEPTH_MAX
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -43,17 +44,17 @@ class Entry:
     container: Any
     key: Any
 
+    @property
+    def fixed(self) -> bool:
+        """It stands in something (a tuple) that cannot be changed."""
+        return not isinstance(self.container, PerRank | MutableMapping | MutableSequence)
+
     def put(self, value: Any) -> None:
-        """Raises StateMismatchError where the container cannot be changed and holds something else."""
+        """Let `value` stand there from now on."""
         if isinstance(self.container, PerRank):
             self.container.value = value
-        elif isinstance(self.container, MutableMapping | MutableSequence):
+        elif not self.fixed:
             self.container[self.key] = value
-        elif self.value != value:
-            raise StateMismatchError(
-                f"{self.name} is {value!r} in the checkpoint and {self.value!r} here, in a {type(self.container).__name__} "
-                f"that cannot be changed: use a dict or a list"
-            )
 
 
 def entries(state: Any, rank: int, prefix: str = "", depth: int = DEPTH_MAX) -> Iterator[Entry]:
@@ -86,7 +87,10 @@ def _entry(name: str, value: Any, container: Any, key: Any, rank: int, depth: in
     if isinstance(value, PerRank):
         raise StateError(f"{name}: ckpt.PerRank within ckpt.PerRank; one is enough")
     if not is_stateful(value) and (
-        isinstance(value, Mapping) or (isinstance(value, list | tuple) and _holds_objects(cast("Any", value)))
+        (
+            isinstance(value, Mapping) and not isinstance(value, Counter)
+        )  # what was counted is a value, its keys no names
+        or (isinstance(value, list | tuple) and _holds_objects(cast("Any", value)))
     ):
         yield from entries(value, rank, f"{name}.", depth - 1)
     else:

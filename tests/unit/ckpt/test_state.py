@@ -160,10 +160,11 @@ def test_names_are_canonical_and_ties_are_stored_once() -> None:
 def test_wrappers_leave_no_trace() -> None:
     plain = collect(build()).leaves.keys()
     wrapped = build()
-    wrapped["model"] = torch.compile(wrapped["model"], backend="eager")  # not run: nothing is compiled
+    compiled: Any = torch.compile(wrapped["model"], backend="eager")  # not run: nothing is compiled
+    wrapped["model"] = compiled
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    wrapped["model"]._orig_mod.inner = checkpoint_wrapper(wrapped["model"]._orig_mod.inner)
+    compiled._orig_mod.inner = checkpoint_wrapper(compiled._orig_mod.inner)
     assert collect(wrapped).leaves.keys() == plain
 
 
@@ -315,12 +316,12 @@ class Counter:
     """Anything with state_dict and load_state_dict."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
+        self.state: dict[Any, Any] = {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[Any, Any]:
         return self.state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
         self.state = state
 
 
@@ -422,7 +423,9 @@ def test_groups_that_were_built_otherwise() -> None:
 
 def test_a_checkpoint_without_the_optimizer() -> None:
     buf = snapshot({"model": build()["model"]})
-    with pytest.raises(StateMismatchError, match=r"optim is not in the checkpoint .an optimizer, of which nothing was saved"):
+    with pytest.raises(
+        StateMismatchError, match=r"optim is not in the checkpoint .an optimizer, of which nothing was saved"
+    ):
         stager(build()).restore(buf)
 
 
