@@ -137,7 +137,7 @@ def judge(e: BaseException) -> Verdict:
         return Verdict.EXISTS
     if isinstance(e, FileNotFoundError):
         return Verdict.MISSING
-    if isinstance(e, _AWAY):
+    if isinstance(e, _AWAY) or (isinstance(e, boto.SSLError) and "certificate" in str(e).lower()):
         return Verdict.AWAY
     # aiohttp's payload and disconnection errors arrive bare; all of them mean a broken answer.
     if isinstance(e, _CUT_OFF) or type(e).__module__.startswith("aiohttp"):

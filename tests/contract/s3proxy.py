@@ -13,7 +13,7 @@ ListObjectsV2, CreateMultipartUpload, UploadPart, CompleteMultipartUpload, Abort
 `key` is a part of the key, `part` a part's number, `skip` how many matching requests pass first, `times` how many fail then
 (None: all, until ``fault.stop()``). The first fault that matches acts.
 
-What a fault does: `status` `error_in_200` `reset` `reset_answer` `stall` `delay` `drop` `damage`, or any function of an
+What a fault does: `status` `error_in_200` `reset` `reset_answer` `stall` `delay` `drop` `damage` `garbage`, or any function of an
 `Exchange`: it may look at ``exchange.request``, call ``exchange.forward()`` (the server does it, and its answer comes back as an
 `Answer`), ``exchange.send(answer)``, ``exchange.reset()``. With ``done=True`` the server has done it before the fault: only the
 answer is lost. One thread per connection, in the process of the test; the server's signature check passes, for nothing of a
@@ -24,12 +24,15 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import os
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -150,6 +153,16 @@ def stall(*, done: bool = False) -> Callable[[Exchange], None]:
     return act
 
 
+def garbage() -> Callable[[Exchange], None]:
+    """Under TLS: bytes that are no record in the midst of the answer."""
+
+    def act(exchange: Exchange) -> None:
+        exchange.receive()
+        exchange.garble()
+
+    return act
+
+
 def delay(seconds: float) -> Callable[[Exchange], None]:
     """Forward only after so long; longer than one wants to wait."""
 
@@ -253,6 +266,10 @@ class Exchange:
     def reset(self) -> None:
         self._connection.reset()
 
+    def garble(self) -> None:
+        os.write(self._connection.socket.fileno(), b"garbage" * 100)
+        self.wait_for_hangup()
+
     def wait_for_hangup(self) -> None:
         self._connection.socket.recv(1)
         raise ConnectionAbortedError("the client hung up on a fault")
@@ -351,8 +368,12 @@ class Connection:
 class S3Proxy:
     """See the module."""
 
-    def __init__(self, server: Any, root: str) -> None:
+    def __init__(self, server: Any, root: str, certificate: Path | None = None) -> None:
         self.root = root
+        self._tls: ssl.SSLContext | None = None
+        if certificate is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(certificate)
         self.closing = threading.Event()
         self.requests: list[Request] = []
         """All that have come, in order; those under way included."""
@@ -361,13 +382,13 @@ class S3Proxy:
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._open: dict[threading.Thread, socket.socket] = {}
+        self._open: dict[threading.Thread, Connection] = {}
         self._acceptor = threading.Thread(target=self._accept, name="s3proxy")
         self._acceptor.start()
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def env(self) -> dict[str, str]:
         """The AWS variables that lead here."""
@@ -412,9 +433,9 @@ class S3Proxy:
         self._acceptor.join()
         with self._lock:
             left = dict(self._open)
-        for thread, client in left.items():
+        for thread, connection in left.items():
             try:
-                client.shutdown(socket.SHUT_RDWR)
+                connection.socket.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # it is closed already
             thread.join()
@@ -425,14 +446,16 @@ class S3Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(client,), name="s3proxy-connection")
+            connection = Connection(client, self._server)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="s3proxy-connection")
             with self._lock:
-                self._open[thread] = client
+                self._open[thread] = connection
             thread.start()
 
-    def _serve(self, client: socket.socket) -> None:
-        connection = Connection(client, self._server)
+    def _serve(self, connection: Connection) -> None:
         try:
+            if self._tls is not None:
+                connection.socket = self._tls.wrap_socket(connection.socket, server_side=True)
             while (head := connection.head()) is not None:
                 self._pass(connection, read_request(head))
         except (OSError, http.client.HTTPException):
@@ -457,9 +480,13 @@ class S3Proxy:
 
 
 @contextmanager
-def run_proxy(server: Any, root: str) -> Iterator[S3Proxy]:
-    """A proxy in front of `server` (an `S3Server`), for the length of the block. `root` is only kept, for tests."""
-    proxy = S3Proxy(server, root)
+def run_proxy(server: Any, root: str, certificate: Path | None = None) -> Iterator[S3Proxy]:
+    """A proxy in front of `server` (an `S3Server`), for the length of the block. `root` is only kept, for tests.
+
+    Args:
+        certificate: a PEM file with certificate and key: the proxy speaks TLS (the server behind it does not).
+    """
+    proxy = S3Proxy(server, root, certificate)
     try:
         yield proxy
     finally:

@@ -5,10 +5,13 @@ Rows CKP-33, 36, 37, 38 and 40 of the scenarios. Every test shows that its fault
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -357,3 +360,50 @@ def test_a_store_that_refuses_the_condition(s3_proxy: Any, s3_faults: Any, store
     fault = s3_proxy.fault("PutObject", s3_faults.status(501, "NotImplemented"))
     assert probe_conditional(store).exclusion is Exclusion.REFUSED
     assert fault.fired == 1
+
+
+# ---------------------------------------------------------------- TLS
+
+
+@pytest.fixture
+def tls_proxy(
+    s3_server: Any, s3_url: str, s3_faults: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """The proxy behind TLS, with a certificate that AWS_CA_BUNDLE names."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    pem, key = tmp_path / "tls.pem", tmp_path / "key.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=127.0.0.1"
+    )
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(pem)]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    pem.write_bytes(pem.read_bytes() + key.read_bytes())
+    with s3_faults.run_proxy(s3_server, s3_url, pem) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(pem))
+        yield proxy
+
+
+def test_tls_that_breaks_off(tls_proxy: Any, s3_faults: Any) -> None:
+    """CKP-38: resets, and bytes that are no TLS, in both directions."""
+    store = store_at(tls_proxy.root)
+    faults = [
+        tls_proxy.fault("CreateMultipartUpload", s3_faults.reset(done=True)),
+        tls_proxy.fault("UploadPart", s3_faults.reset(10**6), part=1),
+        tls_proxy.fault("UploadPart", s3_faults.garbage(), part=2),
+        tls_proxy.fault("CompleteMultipartUpload", s3_faults.garbage()),
+        tls_proxy.fault("GetObject", s3_faults.reset_answer(10**6)),
+        tls_proxy.fault("GetObject", s3_faults.garbage()),
+    ]
+    save(store)
+    assert store.read("k") == DATA
+    assert [f.fired for f in faults] == [1] * len(faults)
+
+
+def test_a_certificate_that_nobody_vouches_for(tls_proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within seconds, and known to have done nothing."""
+    monkeypatch.delenv("AWS_CA_BUNDLE")
+    with pytest.raises(ObjectStoreUnavailableError, match="certificate"):
+        store_at(tls_proxy.root).create("k", b"x")
+    assert tls_proxy.count() == 0
