@@ -14,7 +14,13 @@ from typing import Any
 
 from surefoot.ckpt.s3errors import Call, UploadGoneError
 from surefoot.ckpt.s3session import Patience, Session
-from surefoot.ckpt.store import ObjectExistsError, ObjectMissingError, ObjectStoreError
+from surefoot.ckpt.store import (
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectStoreError,
+    ObjectStoreUnavailableError,
+    ObjectUnknownError,
+)
 
 NONCE = "surefoot-nonce"
 """Name in an object's metadata of the word that tells whose creation it was."""
@@ -135,7 +141,8 @@ def create_once(
     try:
         session.run(attempt, target.call("create", within, creates=True), patience)
     except (ObjectExistsError, UploadGoneError) as e:
-        if nonce_of(session, target, patience) != nonce:
+        # Asked for even where no answer of ours was lost: something on the way may repeat a PUT by itself.
+        if _whose(session, target, patience, e) != nonce:
             raise e if isinstance(e, ObjectExistsError) else ObjectStoreError(str(e)) from e
     if not target.conditional:
         time.sleep(SETTLE_S)  # not to wait for anything in particular: see above
@@ -143,6 +150,13 @@ def create_once(
             raise ObjectExistsError(
                 f"{target.root}: {target.key} exists: another writer was there at the same moment"
             )
+
+
+def _whose(session: Session, target: Target, patience: Patience, taken: ObjectStoreError) -> str | None:
+    try:
+        return nonce_of(session, target, patience)
+    except ObjectStoreUnavailableError as e:
+        raise ObjectUnknownError(f"{taken}; whether by this writer could not be found out: {e}") from e
 
 
 def nonce_of(session: Session, target: Target, patience: Patience) -> str | None:

@@ -25,6 +25,7 @@ from surefoot.ckpt.store import (
     ObjectStoreDeniedError,
     ObjectStoreError,
     ObjectStoreUnavailableError,
+    ObjectUnknownError,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.s3]
@@ -140,6 +141,18 @@ def test_a_creation_that_another_won_meanwhile(s3_proxy: Any, s3_faults: Any, st
         store.create("k", b"data")
     assert fault.fired == 1
     assert store.read("k") == b"other"
+
+
+def test_a_creation_of_which_nothing_can_be_learnt_is_unknown(s3_proxy: Any, s3_faults: Any) -> None:
+    """CKP-38: it worked, its answer was lost, and then the store is away."""
+    store = store_at(s3_proxy.root, deadline_s=2.0, try_s=1.0)
+    lost = s3_proxy.fault("PutObject", s3_faults.reset(done=True))
+    away = s3_proxy.fault("HeadObject", s3_faults.status(503, "SlowDown"), times=None)
+    with pytest.raises(ObjectUnknownError, match="k"):
+        store.create("k", b"data")
+    assert lost.fired == 1
+    assert away.fired >= 1
+    assert store.read("k") == b"data"
 
 
 @pytest.mark.parametrize("fails", ["503", "500", "reset", "in mid body"])
