@@ -88,7 +88,7 @@ def linear(layout: str) -> nn.Module:
 def hop(came_from: str, layout: str, to: str) -> int:
     """Load, compare, save. Returns the rows that this rank holds."""
     layer = linear(layout)
-    weight = layer.weight
+    weight: Any = layer.weight
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     expected = local.detach().clone()
     if came_from:
@@ -209,7 +209,8 @@ def some_of_them_save(root: str) -> str:
     """Half of the ranks of HSDP 2 x 2 with TP 2 save: a replica, which has everything, and a half that has not."""
     state = build("hsdp2x2tp2")
     fill(state)
-    replica, half = dist.new_group([0, 1, 2, 3]), dist.new_group([0, 2, 4, 6])
+    replica: Any = dist.new_group([0, 1, 2, 3])
+    half: Any = dist.new_group([0, 2, 4, 6])
     told = ""
     if dist.get_rank() in (0, 2, 4, 6):
         try:

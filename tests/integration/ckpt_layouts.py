@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from surefoot import ckpt
 
-STEP = 20
 DIM = 6
 LAYERS = ("0", "1")
 
@@ -75,6 +74,7 @@ def tensor_parallel(model: Gpt, mesh: DeviceMesh) -> None:
 
 
 def expert_parallel(model: Gpt, mesh: DeviceMesh) -> None:
+    block: Any
     for block in model.layers.values():
         sharded = distribute_tensor(block.experts.detach(), mesh, [Shard(0)])
         block.experts = nn.Parameter(sharded)
@@ -255,20 +255,44 @@ def distinct_nbytes() -> int:
 # ---------------------------------------------------------------- what ranks do
 
 
-def save(root: str, layout: str) -> int:
-    """Returns the bytes of data committed."""
-    state = build(layout)
+def save_in(root: str, layouts: dict[str, int]) -> None:
+    """Save in each of the layouts, all of which have as many ranks as there are, as the step that is given for it."""
+    with ckpt.Checkpointer(root) as c:
+        c.continue_from_newest()
+        for layout, step in layouts.items():
+            _save(c, step, build(layout))
+
+
+def load_in(root: str, layouts: list[str], saved: dict[str, int]) -> int:
+    """Load all that was saved in each of the layouts. Returns the number of loads."""
+    with ckpt.Checkpointer(root) as c:
+        return sum(_load_all(c, build(layout), layout, saved) for layout in layouts)
+
+
+def save_and_load_in(root: str, layouts: dict[str, int], saved: dict[str, int]) -> int:
+    """`save_in`, then `load_in`, with the same live states."""
+    states = {layout: build(layout) for layout in layouts}
+    with ckpt.Checkpointer(root) as c:
+        c.continue_from_newest()
+        for layout, state in states.items():
+            _save(c, layouts[layout], state)
+        return sum(_load_all(c, state, layout, saved) for layout, state in states.items())
+
+
+def _save(c: ckpt.Checkpointer, step: int, state: State) -> None:
+    """What is committed are the bytes of all distinct elements and not one more, whoever held how many copies."""
     fill(state)
-    return sum(o.data_nbytes for o in ckpt.save(root, STEP, state.live).objects)
+    manifest = c.save(step, state.live).wait()
+    assert manifest is not None
+    assert sum(o.data_nbytes for o in manifest.objects) == distinct_nbytes()
 
 
-def load_all(roots: dict[str, str], layout: str) -> int:
-    """Load what each of the layouts saved into this one, the first into an optimizer without state. Returns their number."""
-    state = build(layout)
-    for number, (saved, root) in enumerate(roots.items()):
+def _load_all(c: ckpt.Checkpointer, state: State, layout: str, saved: dict[str, int]) -> int:
+    """The first load finds an optimizer without state."""
+    for number, (was, step) in enumerate(saved.items()):
         spoil(state)
         if number == 0:
             state.live["optim"].state.clear()
-        ckpt.load(root, state.live)
-        check(state, f"{saved} -> {layout}")
-    return len(roots)
+        c.load(state.live, step)
+        check(state, f"{was} -> {layout}")
+    return len(saved)

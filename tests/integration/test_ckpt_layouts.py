@@ -13,61 +13,63 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-RANKS = {
-    "1": 1,
-    "dp3": 3,
-    "dp4": 4,
-    "dp5": 5,
-    "hsdp2x2": 4,
-    "tp4": 4,
-    "dp2tp2": 4,
-    "pp2dp2": 4,
-    "pp2tp2": 4,
-    "ep4": 4,
+LAYOUTS = {
+    1: ["1"],
+    3: ["dp3"],
+    5: ["dp5"],
+    4: ["dp4", "hsdp2x2", "tp4", "dp2tp2", "pp2dp2", "pp2tp2", "ep4"],
 }
-MORE_RANKS = {"ddp2": 2, "dp4permuted": 4, "ep5permuted": 5, "dp3tp2": 6, "hsdp2x2tp2": 8}
+"""By the number of ranks."""
+MORE_LAYOUTS = {2: ["ddp2"], 4: ["dp4permuted"], 5: ["ep5permuted"], 6: ["dp3tp2"], 8: ["hsdp2x2tp2"]}
 
 Ranks = Callable[..., list[Any]]
 
 
-def save_all(ranks: Ranks, layouts: dict[str, int], folder: Path) -> dict[str, str]:
-    """Returns the roots. Each holds the bytes of all distinct elements and not one more, whoever held how many copies."""
-    (distinct,) = ranks(1, "ckpt_layouts:distinct_nbytes")
-    roots = {name: (folder / name).as_uri() for name in layouts}
-    for name, n in layouts.items():
-        assert ranks(n, "ckpt_layouts:save", roots[name], name) == [distinct] * n
-    return roots
+def numbered(layouts: dict[int, list[str]]) -> dict[str, int]:
+    """The step under which each is saved, all in one root."""
+    return {name: 10 * (k + 1) for k, name in enumerate(n for names in layouts.values() for n in names)}
 
 
 def test_every_ordered_pair_of_layouts(ranks: Ranks, tmp_path: Path) -> None:
-    """CKP-09, CKP-08, CKP-04: parameters and optimizer state are exact, also in optimizers without state."""
-    roots = save_all(ranks, RANKS, tmp_path)
-    for name, n in RANKS.items():
-        assert ranks(n, "ckpt_layouts:load_all", roots, name) == [len(RANKS)] * n
+    """CKP-09, CKP-08, CKP-04: parameters and optimizer state are exact, and nothing was stored twice."""
+    root, saved = tmp_path.as_uri(), numbered(LAYOUTS)
+    *fewer, most = LAYOUTS
+    for n in fewer:
+        ranks(n, "ckpt_layouts:save_in", root, {k: saved[k] for k in LAYOUTS[n]})
+    mine = {k: saved[k] for k in LAYOUTS[most]}
+    done = ranks(most, "ckpt_layouts:save_and_load_in", root, mine, saved, timeout_s=100)
+    assert done == [len(mine) * len(saved)] * most
+    for n in fewer:
+        done = ranks(n, "ckpt_layouts:load_in", root, LAYOUTS[n], saved)
+        assert done == [len(LAYOUTS[n]) * len(saved)] * n
 
 
 def test_layouts_of_rarer_kinds(ranks: Ranks, tmp_path: Path) -> None:
     """CKP-08: DDP, meshes that list their ranks out of order, FSDP over tensor parallelism that divides nothing, HSDP over it."""
-    roots = save_all(ranks, MORE_RANKS, tmp_path)
-    roots |= save_all(ranks, {"1": 1}, tmp_path)
-    assert ranks(1, "ckpt_layouts:load_all", roots, "1") == [len(roots)]
-    for name, n in MORE_RANKS.items():
-        several = {k: roots[k] for k in ("1", name)}
-        assert ranks(n, "ckpt_layouts:load_all", several, name) == [len(several)] * n
+    root, saved = tmp_path.as_uri(), numbered({1: ["1"]} | MORE_LAYOUTS)
+    ranks(1, "ckpt_layouts:save_in", root, {"1": saved["1"]})
+    for n, layouts in MORE_LAYOUTS.items():
+        mine = {k: saved[k] for k in layouts}
+        some = mine | {"1": saved["1"]}
+        assert ranks(n, "ckpt_layouts:save_and_load_in", root, mine, some) == [len(mine) * len(some)] * n
+    assert ranks(1, "ckpt_layouts:load_in", root, ["1"], saved) == [len(saved)]
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_every_ordered_pair_of_all_layouts(ranks: Ranks, tmp_path: Path) -> None:
-    roots = save_all(ranks, RANKS | MORE_RANKS, tmp_path)
-    for name, n in (RANKS | MORE_RANKS).items():
-        assert ranks(n, "ckpt_layouts:load_all", roots, name, timeout_s=100) == [len(roots)] * n
+    layouts = {n: LAYOUTS.get(n, []) + MORE_LAYOUTS.get(n, []) for n in (1, 2, 3, 4, 5, 6, 8)}
+    root, saved = tmp_path.as_uri(), numbered(layouts)
+    for n, names in layouts.items():
+        ranks(n, "ckpt_layouts:save_in", root, {k: saved[k] for k in names}, timeout_s=100)
+    for n, names in layouts.items():
+        done = ranks(n, "ckpt_layouts:load_in", root, names, saved, timeout_s=200)
+        assert done == [len(names) * len(saved)] * n
 
 
 @pytest.mark.s3
 def test_layouts_on_s3(ranks: Ranks, s3_url: str) -> None:
-    """CKP-09 on S3: the pair that lost keys elsewhere, both ways, and back to one process."""
-    roots = {name: f"{s3_url}/{name}" for name in ("dp4", "tp4")}
-    for name, root in roots.items():
-        ranks(4, "ckpt_layouts:save", root, name)
-    for name, n in {"dp4": 4, "tp4": 4, "1": 1}.items():
-        assert ranks(n, "ckpt_layouts:load_all", roots, name) == [2] * n
+    """CKP-09 on S3."""
+    saved = numbered({4: ["dp4", "tp4", "dp2tp2", "pp2dp2"]})
+    assert ranks(4, "ckpt_layouts:save_and_load_in", s3_url, saved, saved) == [16] * 4
+    assert ranks(1, "ckpt_layouts:load_in", s3_url, ["1"], saved) == [4]
