@@ -1,52 +1,92 @@
 """How the ranks of a save or load talk: `Solo` for one process, `StoreChannel` over a TCPStore of its own. (torch)
 
-The training group is used once, when the channel opens, to tell everybody where the TCPStore listens. Afterwards nothing
-here is a collective of torch's, so a save in the background cannot get between two of the training's.
+No collective of torch's is used, so nothing here can get between two of the training's, and nothing takes device memory: the
+first rank hosts a TCPStore, and says where over the store that the process group was made with. Whatever all have to hear
+goes through the first rank, which costs it one message per rank.
+
+While a save is in flight every rank beats. Who falls silent is named by the first rank within `SILENT_S`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch
+import msgspec
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from surefoot.ckpt.errors import CkptWorldError
 
 # Documented as torch.distributed.TCPStore, but not in its __all__; and the stubs say that values are str, they may be bytes.
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+StoreTimeoutError: Any = dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
-ADDRESS_NBYTES = 256
-"""A host name has at most 253 characters (RFC 1035)."""
-
-
+SILENT_S = 8.0
+"""A rank that has not beaten for so long while a save is in flight is taken for dead. Threads that beat are kept from running by
+nothing but a call into C that holds Python's lock for as long."""
 GOODBYE_S = 10.0
 """How long the host waits at the end for ranks that have died."""
+FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.02
+POLLS_PER_S = 5000
+"""What all ranks together may ask of rank 0's TCPStore."""
+NAMED_MAX = 8
+"""Ranks that a message lists."""
 
 
 class ChannelError(CkptWorldError):
     """Another rank did not say what it had to in time; the message names it."""
 
 
+Judge = Callable[[list[bytes]], bytes]
+"""The words of all ranks, in rank order, to one answer for all."""
+
+
 class Channel(Protocol):
-    """All ranks of one save or load."""
+    """All ranks of one save or load.
+
+    `exchange` and `decide` are for the caller's thread, every rank makes the same calls in the same order. The rest is for one
+    background thread, while a save is in flight.
+    """
 
     rank: int
     world_size: int
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """All-gather in rank order; blocks. Every rank makes the same calls in the same order. Raises ChannelError."""
+        """All-gather in rank order; blocks. Raises ChannelError."""
+        ...
+
+    def decide(self, data: bytes, judge: Judge) -> bytes:
+        """What `judge` says on rank 0, given what all ranks say; blocks. Raises ChannelError."""
         ...
 
     def tell(self, key: str, data: bytes) -> None:
-        """Leave a word under a key of one's own choice; from any thread."""
+        """Leave a word under a key of one's own choice. Raises ChannelError."""
         ...
 
-    def hear(self, key: str, timeout_s: float) -> bytes:
-        """The word under `key`, once somebody leaves it; from a background thread only. Raises ChannelError."""
+    def hear(self, key: str, timeout_s: float) -> bytes | None:
+        """The word under `key`; None where nobody left one in time. Raises ChannelError: rank 0 has gone."""
+        ...
+
+    def count(self, key: str) -> int:
+        """Say that this rank is done with `key`; returns how many are. Raises ChannelError."""
+        ...
+
+    def beat(self, state: str) -> None:
+        """A sign of life: `state` says of what. Raises ChannelError."""
+        ...
+
+    def silent(self, state: str, since: float) -> list[int]:
+        """Rank 0: who did not beat for `SILENT_S`, unless its last word was `state`. Nobody has to before `since` (monotonic)."""
+        ...
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Rank 0: forget words that nobody needs any more."""
         ...
 
     def close(self) -> None: ...
@@ -64,11 +104,27 @@ class Solo:
     def exchange(self, data: bytes) -> list[bytes]:
         return [data]
 
+    def decide(self, data: bytes, judge: Judge) -> bytes:
+        return judge([data])
+
     def tell(self, key: str, data: bytes) -> None:
         self._words[key] = data
 
-    def hear(self, key: str, timeout_s: float) -> bytes:
-        return self._words.pop(key)
+    def hear(self, key: str, timeout_s: float) -> bytes | None:
+        return self._words.get(key)
+
+    def count(self, key: str) -> int:
+        return 1
+
+    def beat(self, state: str) -> None:
+        pass
+
+    def silent(self, state: str, since: float) -> list[int]:
+        return []
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._words.pop(key, None)
 
     def close(self) -> None:
         self._words.clear()
@@ -82,38 +138,119 @@ class StoreChannel:
         self.world_size = world_size
         self._timeout_s = timeout_s
         self._round = 0
-        # A client's calls wait for each other, and `hear` blocks: the background has a connection of its own.
+        self._beats = 0
+        self._seen: list[tuple[bytes, float]] = [(b"", 0.0)] * world_size
+        # A client's calls wait for each other, and the background blocks: it has a connection of its own.
         self._hosts = own is not None
         self._fore = own or _client(host, port, timeout_s)
         self._back = _client(host, port, timeout_s)
 
+    # ---- the caller's thread
+
     def exchange(self, data: bytes) -> list[bytes]:
+        return msgspec.msgpack.decode(self.decide(data, msgspec.msgpack.encode), type=list[bytes])
+
+    def decide(self, data: bytes, judge: Judge) -> bytes:
+        """Words lie under the same keys in every round, each with its number before it: a rank says its next word only when it
+        has heard the answer, and that is given when all words were read. So a round costs three keys, not one per rank."""
         self._round += 1
-        prefix = f"x/{self._round}/"
-        self._fore.set(f"{prefix}{self.rank}", data)
-        found = [
-            self._get(self._fore, f"{prefix}{r}", self._timeout_s, f"rank {r}")
-            for r in range(self.world_size)
+        try:
+            self._fore.set(f"x/{self.rank}", b"%d " % self._round + data)
+            if self._fore.add(f"n/{self._round}", 1) == self.world_size:
+                self._fore.set(f"all/{self._round}", b"")
+            return self._judge(judge) if self.rank == 0 else self._answer()
+        except StoreTimeoutError as e:
+            raise ChannelError(
+                f"rank {self.rank} waited {self._timeout_s:.0f} s for rank 0 and heard nothing: {e}"
+            ) from e
+        except (RuntimeError, dist.DistError) as e:
+            raise ChannelError(f"rank {self.rank} cannot reach rank 0 any more: {e}") from e
+
+    def _judge(self, judge: Judge) -> bytes:
+        try:
+            self._fore.wait([f"all/{self._round}"], timedelta(seconds=self._timeout_s))
+        except StoreTimeoutError as e:
+            missing = self._missing()
+            error = f"waited {self._timeout_s:.0f} s for {_ranks(missing)} and heard nothing"
+            self._fore.set(f"a/{self._round}", b"!" + error.encode())
+            raise ChannelError(f"rank 0 {error}") from e
+        words: list[bytes] = self._fore.multi_get([f"x/{r}" for r in range(self.world_size)])
+        try:
+            answer = judge([word.partition(b" ")[2] for word in words])
+        except Exception as e:
+            self._fore.set(f"a/{self._round}", b"!" + f"could not decide: {e}".encode())
+            raise
+        self._fore.set(f"a/{self._round}", b"=" + answer)
+        if self._round > 1:
+            for key in (f"n/{self._round - 1}", f"all/{self._round - 1}", f"a/{self._round - 1}"):
+                self._fore.delete_key(key)
+        return answer
+
+    def _answer(self) -> bytes:
+        # A little longer than rank 0 waits: it knows who is missing.
+        self._fore.wait([f"a/{self._round}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
+        answer: bytes = self._fore.get(f"a/{self._round}")
+        if answer.startswith(b"!"):
+            raise ChannelError(f"rank 0 {answer[1:].decode()}")
+        return answer[1:]
+
+    def _missing(self) -> list[int]:
+        """Ranks that have not spoken in this round."""
+        begin = b"%d " % self._round
+        keys = [f"x/{r}" for r in range(self.world_size)]
+        return [
+            r
+            for r, k in enumerate(keys)
+            if not (self._fore.check([k]) and self._fore.get(k).startswith(begin))
         ]
-        if self._fore.add(f"{prefix}read", 1) == self.world_size:
-            for r in range(self.world_size):
-                self._fore.delete_key(f"{prefix}{r}")
-            self._fore.delete_key(f"{prefix}read")
-        return found
+
+    # ---- the background
 
     def tell(self, key: str, data: bytes) -> None:
-        self._back.set(f"w/{key}", data)
+        self._to_rank_0(lambda: self._back.set(f"w/{key}", data))
 
-    def hear(self, key: str, timeout_s: float) -> bytes:
-        return self._get(self._back, f"w/{key}", timeout_s, key)
+    def hear(self, key: str, timeout_s: float) -> bytes | None:
+        """Asks again and again: a wait of the TCPStore's that ends without an answer is logged as a fault, each time."""
+        until, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
+        while not self._to_rank_0(lambda: self._back.check([f"w/{key}"])):
+            if time.monotonic() + pause_s > until:
+                return None
+            time.sleep(pause_s)  # the pace of polling
+            pause_s = min(2 * pause_s, max(LONGEST_POLL_S, self.world_size / POLLS_PER_S))
+        return self._to_rank_0(lambda: self._back.get(f"w/{key}"))
 
-    def _get(self, store: Any, key: str, timeout_s: float, whose: str) -> bytes:
+    def count(self, key: str) -> int:
+        return self._to_rank_0(lambda: self._back.add(f"c/{key}", 1))
+
+    def beat(self, state: str) -> None:
+        self._beats += 1
+        self._to_rank_0(lambda: self._back.set(f"b/{self.rank}", f"{self._beats} {state}".encode()))
+
+    def silent(self, state: str, since: float) -> list[int]:
+        beats: list[bytes] = self._to_rank_0(
+            lambda: self._back.multi_get([f"b/{r}" for r in range(self.world_size)])
+        )
+        now = time.monotonic()
+        silent: list[int] = []
+        for r, beat in enumerate(beats):
+            if beat != self._seen[r][0]:
+                self._seen[r] = (beat, now)
+            elif now - max(self._seen[r][1], since) > SILENT_S and beat.partition(b" ")[2] != state.encode():
+                silent.append(r)
+        return silent
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._to_rank_0(
+                lambda key=key: (self._back.delete_key(f"w/{key}"), self._back.delete_key(f"c/{key}"))
+            )
+
+    def _to_rank_0(self, call: Callable[[], Any]) -> Any:
         try:
-            store.wait([key], timedelta(seconds=timeout_s))
-            return store.get(key)
+            return call()
         except (RuntimeError, dist.DistError) as e:
             raise ChannelError(
-                f"rank {self.rank} waited {timeout_s:.0f} s for {whose} and heard nothing: {e}"
+                f"rank 0, which commits, has gone: rank {self.rank} cannot reach it ({str(e).splitlines()[0]})"
             ) from e
 
     def close(self) -> None:
@@ -128,10 +265,15 @@ class StoreChannel:
         del self._back, self._fore
 
 
+_opened: dict[str, int] = {}
+"""How many channels each group has had, by its name: opening is collective, so all ranks count the same."""
+_opening = threading.Lock()
+
+
 def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
     """The channel of `group` (None: the default group, or this process alone where torch.distributed is not in use).
 
-    Collective: one broadcast on the group.
+    Every rank of the group calls it, in the same order as others do; no collective is used.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Solo()
@@ -142,15 +284,31 @@ def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
         )
     if world_size == 1:
         return Solo()
-    host = dist.get_global_rank(group, 0) if group is not None else 0
+    meeting, key = _meeting_place(group)
     own: Any = None
-    address = ""
     if rank == 0:
-        name = _own_name(host)
+        name = _own_name(dist.get_global_rank(group, 0) if group is not None else 0)
         own = TCPStore(name, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        address = f"{name} {own.port}"
-    name, port = _broadcast(address, host, group).split()
+        own.multi_set([f"b/{r}" for r in range(world_size)], ["0"] * world_size)
+        meeting.set(key, f"{name} {own.port}")
+    try:
+        meeting.wait([key], timedelta(seconds=timeout_s))
+        name, port = meeting.get(key).decode().split()
+    except (RuntimeError, dist.DistError) as e:
+        raise ChannelError(
+            f"rank {rank} waited {timeout_s:.0f} s for rank 0 to open the checkpointer as well: all ranks of the group have to"
+        ) from e
     return StoreChannel(rank, world_size, name, int(port), own, timeout_s)
+
+
+def _meeting_place(group: dist.ProcessGroup | None) -> tuple[Any, str]:
+    """The store that torch.distributed was initialised with, and a key in it that names this opening."""
+    chosen: Any = group if group is not None else dist.group.WORLD
+    name = str(chosen.group_name)
+    with _opening:
+        number = _opened[name] = _opened.get(name, 0) + 1
+    store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return store, f"surefoot/ckpt/{name}/{number}"
 
 
 def _client(host: str, port: int, timeout_s: float) -> Any:
@@ -163,11 +321,7 @@ def _own_name(global_rank: int) -> str:
     return master if master and global_rank == 0 else socket.gethostname()
 
 
-def _broadcast(text: str, source: int, group: dist.ProcessGroup | None) -> str:
-    device = torch.device("cuda") if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
-    word = torch.zeros(ADDRESS_NBYTES, dtype=torch.uint8)
-    encoded = text.encode()
-    word[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
-    word = word.to(device)
-    dist.broadcast(word, src=source, group=group)
-    return bytes(word.cpu().tolist()).rstrip(b"\0").decode()
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:NAMED_MAX]))
+    more = f" and {len(ranks) - NAMED_MAX} more" if len(ranks) > NAMED_MAX else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

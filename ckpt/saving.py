@@ -1,113 +1,55 @@
 """Saving on one's own: `Checkpointer`, in one process or under plain torch.distributed. (torch)
 
-A save copies the state into the checkpointer's own memory and returns. A thread uploads it; rank 0's thread commits. The
-threads of other ranks hear the outcome over the checkpointer's TCPStore. One save is in flight at most: the next one waits
-for it, and raises what went wrong with it.
+A save copies what this rank writes into the checkpointer's own memory and returns. A process of its own uploads it, rank 0's
+also commits; a thread waits for them and hears the outcome over the checkpointer's TCPStore (ckpt/flight.py). One save is in
+flight at most: the next one waits for it, and raises what went wrong with it. A `blocking` save, and one that does not fit
+the memory budget, is written straight from live memory instead.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import torch.distributed as dist
 
+from surefoot import failpoint as failpoints
+from surefoot.ckpt.agreeing import Verdict, Word, decode_verdict, decode_word, judge
 from surefoot.ckpt.aside import RESUME_TRIES, Resume
+from surefoot.ckpt.cadence import Cadence
 from surefoot.ckpt.channel import Channel, open_channel
-from surefoot.ckpt.cleaning import apply_retention
-from surefoot.ckpt.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
-from surefoot.ckpt.errors import (
-    CkptError,
-    CkptUserError,
-    CkptWorldError,
-    CommitError,
-    FencedError,
-    MemoryBudgetError,
-)
+from surefoot.ckpt.equipment import Equipment
+from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError, CommitError, FencedError
+from surefoot.ckpt.flight import Flight, Terms, words_of_attempt
 from surefoot.ckpt.generation import open_generation
+from surefoot.ckpt.handles import GRACE_S, SaveHandle
+from surefoot.ckpt.jobs import UploadMsg
 from surefoot.ckpt.loading import Loaded, find_line, load_agreed, note_start
 from surefoot.ckpt.manifest import Manifest, ManifestRef
-from surefoot.ckpt.record import StartRef, list_manifests
+from surefoot.ckpt.record import StartRef, list_manifests, read_records
 from surefoot.ckpt.restore import read_manifest
 from surefoot.ckpt.retention import Retention
-from surefoot.ckpt.staging import Stager
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
-from surefoot.ckpt.upload import report_failure, upload_images
+from surefoot.ckpt.upload import Attempt
+from surefoot.ckpt.writer import KILL_AFTER_S
+
+__all__ = ["Checkpointer", "SaveHandle", "load", "save"]
 
 _log = logging.getLogger(__name__)
 
 CHANNEL_TIMEOUT_S = 300.0
 """How long ranks wait for each other at a save or load: they may come to it at different times."""
-
-
-class _Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What rank 0 tells the others of a commit."""
-
-    committed: bool = False
-    fenced_by: int = 0
-    reason: str = ""
-
-
-class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What every rank tells the others before a save."""
-
-    step: int
-    nonce: str
-    layout: str = ""
-    failure: str = ""
-
-
-class SaveHandle:
-    """One save. `wait` gives its end; the next `save` and `close` call it as well, so no error is lost."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self._done = threading.Event()
-        self._manifest: Manifest | None = None
-        self._error: Exception | None = None
-
-    def done(self) -> bool:
-        """True once `wait` will not block."""
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> Manifest | None:
-        """The manifest of the committed step; None where the step was not due (`every=`).
-
-        Raises:
-            TimeoutError: it is still under way.
-            CommitError: it was not committed, and why; FencedError: another start of the job took over.
-            ImageError, ObjectStore…Error: what went wrong on this rank.
-        """
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"the save of step {self.step} is still under way after {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        return self._manifest
-
-    def _finish(self, manifest: Manifest | None, error: Exception | None = None) -> None:
-        self._manifest, self._error = manifest, error
-        self._done.set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One save in flight on this rank."""
-
-    handle: SaveHandle
-    generation: int
-    step: int
-    attempt: str
-    image: memoryview
+TIDY_S = 60.0
+"""How long `close` waits for what is being deleted."""
+WAITED_S = 0.1
+"""A save that waited longer for the one before it says so."""
 
 
 class Checkpointer:
@@ -118,8 +60,11 @@ class Checkpointer:
         group: the ranks that hold the state; None: the default group, or this process alone.
         keep: how many of the newest checkpoints to keep (at least 2); None: all.
         keep_every: keep those of every so many steps as well.
-        every: save only at steps divisible by this; at others `save` returns a handle that is done.
-        memory_budget: bytes of host memory that a staged state of one rank may take; None: no limit.
+        every: save only at steps divisible by this; at others `save` returns a handle that is done. ``"auto"``: as often as is
+            worth it, from what saves cost and how often the job was interrupted (ckpt/interval.py); then call `save` after each step.
+        every_s: save as soon as so many seconds have passed since the last save, by rank 0's clock.
+        memory_budget: bytes of host memory that a staged state of one rank may take; None: no limit. A larger state is written
+            straight from live memory, and `save` returns when this rank's part is stored.
         deadline_s: how long one save may take until it is given up.
         start_over: the first save may leave behind what the root holds, although nothing was loaded.
         resume_tries: how many starts may die after resuming from the newest step until a load takes the one before it (see
@@ -133,31 +78,30 @@ class Checkpointer:
         *,
         keep: int | None = None,
         keep_every: int | None = None,
-        every: int | None = None,
+        every: int | Literal["auto"] | None = None,
+        every_s: float | None = None,
         memory_budget: int | None = None,
         deadline_s: float = 600.0,
         start_over: bool = False,
         resume_tries: int | None = RESUME_TRIES,
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every = {every}: save every so many steps, at least 1, or leave it out")
+        self._cadence = Cadence(every, every_s)
         self._store: ObjectStore = open_store(root)
         self._group = group
         self._retention = None if keep is None else Retention(newest=keep, every_steps=keep_every)
-        self._every = every
         self._memory_budget = memory_budget
         self._deadline_s = deadline_s
         self._start_over = start_over
         self._resume_tries = resume_tries
         self._resume: Resume | None = None
         self._channel: Channel | None = None
-        self._stager: Stager | None = None
-        self._memory: mmap.mmap | None = None
-        self._layouts: list[str] = []
+        self._equipment: Equipment | None = None
         self._start = StartRef()
         self._seen: frozenset[ManifestRef] = frozenset()
         self._generation: int | None = None
         self._in_flight: SaveHandle | None = None
+        self._last_attempt = ""
+        self._swept = False
         self._fenced: FencedError | None = None
 
     # ---- public
@@ -167,7 +111,8 @@ class Checkpointer:
     ) -> Loaded | None:
         """Fill `state` in place from the newest readable step (or from `step`); None where the root holds nothing.
 
-        The next save then continues from there: it opens a generation of its own, and steps beyond leave the lineage.
+        The next save then continues from there: it opens a generation of its own, and steps beyond leave the lineage. Memory
+        for saves is made ready in the background (see `prepare`); who only loads takes `ckpt.load`.
 
         Args:
             wait_s: how long to wait for `step`, where it is not committed yet.
@@ -177,32 +122,24 @@ class Checkpointer:
         loaded = self._load(state, step, strict=strict, wait_s=wait_s)
         if loaded is not None and self._resume is None:
             self._resume = note_start(self._store, self._opened(), loaded)
+        self.prepare(state)
         return loaded
 
-    def _load(
-        self, state: Mapping[str, Any], step: int | None, *, strict: bool, wait_s: float = 0.0
-    ) -> Loaded | None:
-        """`load` without a resume marker."""
-        channel = self._opened()
-        self._settle()
-        self._seen = frozenset(list_manifests(self._store)) if channel.rank == 0 else frozenset()
-        loaded = load_agreed(
-            self._store,
-            channel,
-            state,
-            step=step,
-            strict=strict,
-            group=self._group,
-            resume_tries=self._resume_tries,
-            wait_s=wait_s,
-        )
-        if loaded is not None:
-            self._start = StartRef(generation=loaded.generation, step=loaded.step)
-            self._generation = None
-            if channel.rank == 0:
-                for passed, why in loaded.passed_over:
-                    _log.warning("step %d was passed over: %s", passed, why)
-        return loaded
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Get ready to save `state`: agree on its layout, start the uploader, and touch memory, with room for what optimizers will
+        add. The first save is then as quick as the others. Collective; `load` does it, and `save` where nobody did.
+
+        A state that cannot be saved is no error here.
+        """
+        equipment = self._equipped()
+        word, _ = self._look(0, state)
+        if not self._decide(word).failure:
+            try:
+                equipment.live.agree()
+                equipment.get_ready()
+            except CkptError as e:
+                _log.debug("not ready to save: %s", e)
+        equipment.live.forget()
 
     def save(
         self,
@@ -211,27 +148,36 @@ class Checkpointer:
         *,
         cursor: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
+        blocking: bool = False,
     ) -> SaveHandle:
         """Stage `state` as the state after `step` steps and let it be uploaded and committed. Blocks while copying only, and
         while an earlier save is under way; `state` may change once it returns.
 
-        Raises what went wrong with the earlier save; of this one: StateError, CoverageError, MemoryBudgetError,
-        StaleStartError (the root has moved on since the load), ObjectStore…Error.
+        Args:
+            cursor: the loader's position, the same on all ranks.
+            extra: what this rank wants back beside the state. Both must be what JSON can say.
+            blocking: write straight from live memory, without a copy, and return when the step is committed.
+
+        Raises what went wrong with the earlier save; of this one: StateError, CoverageError, StaleStartError (the root has moved
+        on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
         """
+        begun = time.monotonic()
         handle = SaveHandle(step)
-        if self._every is not None and step % self._every != 0:
-            handle._finish(None)
+        uploading = self._in_flight is not None and not self._in_flight.done()
+        if not self._cadence.due(step, self._opened, lambda: read_records(self._store), uploading=uploading):
+            handle.finish(None)
             return handle
-        channel = self._opened()
         self._settle()
         if self._fenced is not None:
             raise self._fenced
-        attempt = self._agree(step, state, channel)
-        generation = self._generation_for(step, channel)
-        image = self._stage(generation, step, cursor, extra)
-        job = _Job(handle=handle, generation=generation, step=step, attempt=attempt, image=image)
-        self._in_flight = handle
-        threading.Thread(target=self._finish_job, args=(job, channel), name=f"ckpt-save-{step}").start()
+        equipment = self._equipped()
+        try:
+            self._begin(handle, state, cursor, extra, blocking=blocking)
+        finally:
+            equipment.live.forget()
+        self._cadence.saved(time.monotonic() - begun)
+        if blocking:
+            self._settle()
         return handle
 
     def continue_from_newest(self) -> None:
@@ -252,13 +198,7 @@ class Checkpointer:
             self._settle()
             self._settle_resume()
         finally:
-            self._release()
-
-    def _settle_resume(self) -> None:
-        """This start has got further than what it resumed from, or ends in peace."""
-        resume, self._resume = self._resume, None
-        if resume is not None:
-            resume.settle()
+            self._release(TIDY_S)
 
     def __enter__(self) -> Self:
         return self
@@ -271,40 +211,208 @@ class Checkpointer:
             return
         if isinstance(error, Exception):  # somebody who interrupts it has nothing against the checkpoint
             self._resume = None
-        try:
-            self.close()
-        except Exception as e:
-            _log.error("while another error was under way, closing failed as well: %s", e)
+        self._close_after(error)
 
-    # ---- before the copy
+    # ---- between saves
+
+    def _load(
+        self, state: Mapping[str, Any], step: int | None, *, strict: bool, wait_s: float = 0.0
+    ) -> Loaded | None:
+        """`load` without a resume marker, and without getting ready."""
+        channel = self._opened()
+        self._settle()
+        self._seen = frozenset(list_manifests(self._store)) if channel.rank == 0 else frozenset()
+        loaded = load_agreed(
+            self._store,
+            channel,
+            state,
+            step=step,
+            strict=strict,
+            group=self._group,
+            resume_tries=self._resume_tries,
+            wait_s=wait_s,
+        )
+        if loaded is not None:
+            self._start = StartRef(generation=loaded.generation, step=loaded.step)
+            self._generation = None
+            first = channel.rank == 0
+            self._cadence.loaded(
+                read_manifest(self._store, loaded.generation, loaded.step).facts if first else {}
+            )
+            if first:
+                for passed, why in loaded.passed_over:
+                    _log.warning("step %d was passed over: %s", passed, why)
+        return loaded
 
     def _opened(self) -> Channel:
         if self._channel is None:
             self._channel = open_channel(self._group, CHANNEL_TIMEOUT_S)
         return self._channel
 
+    def _equipped(self) -> Equipment:
+        if self._equipment is None:
+            self._equipment = Equipment(self._store, self._opened(), self._memory_budget)
+        return self._equipment
+
     def _settle(self) -> None:
-        """Wait for the save in flight, and raise its error once."""
+        """Wait for the save in flight, and raise its error unless somebody has heard it from the handle."""
         handle, self._in_flight = self._in_flight, None
-        if handle is not None:
-            try:
-                handle.wait()
-            except FencedError as e:
+        if handle is None:
+            return
+        begun, told = time.monotonic(), handle.told
+        try:
+            handle.settle()
+        except Exception as e:
+            if isinstance(e, FencedError):
                 self._fenced = e
+            if not told:
                 raise
+        finally:
+            waited_s = time.monotonic() - begun
+            if waited_s > WAITED_S:
+                _log.info("waited %.2f s for the save of step %d", waited_s, handle.step)
+
+    def _settle_resume(self) -> None:
+        """This start has got further than what it resumed from, or ends in peace."""
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume.settle()
+
+    def _close_after(self, error: BaseException) -> None:
+        """Close, but hold up an error (or Ctrl-C) for no longer than a save that is nearly done is worth."""
+        handle, self._in_flight = self._in_flight, None
+        try:
+            if handle is None or handle.told:
+                return
+            if handle.ended_within(GRACE_S):
+                handle.settle()
+            else:
+                handle.drop()
+                _log.error("step %d was still being saved after %g s, and is given up", handle.step, GRACE_S)
+        except Exception as e:
+            _log.error("%s ends this, and the last save has failed as well: %s", type(error).__name__, e)
+        finally:
+            self._release(KILL_AFTER_S)
+
+    def _release(self, wait_s: float) -> None:
+        if self._equipment is not None:
+            self._equipment.close(wait_s)
+            self._equipment = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    # ---- one save
+
+    def _begin(
+        self,
+        handle: SaveHandle,
+        state: Mapping[str, Any],
+        cursor: dict[str, Any] | None,
+        extra: dict[str, Any] | None,
+        *,
+        blocking: bool,
+    ) -> None:
+        """Agree, and have a flight see it through; then stage the state, or write it."""
+        equipment, channel = self._equipped(), self._opened()
+        attempt = self._agree(handle.step, state)
+        generation = self._generation_for(handle.step, channel)
+        staged = not blocking and equipment.get_ready()
+        terms = self._terms(Attempt(generation=generation, step=handle.step, attempt=attempt))
+        flight = Flight(handle, terms, channel, self._store, equipment.uploader() if staged else None)
+        flight.start()  # before the copy: the others are to know at once if this process dies in it
+        self._in_flight = handle
+        try:
+            job = UploadMsg(
+                generation=generation,
+                step=handle.step,
+                attempt=attempt,
+                rank=channel.rank,
+                world_size=channel.world_size,
+                deadline_s=self._deadline_s,
+                values=equipment.live.values,
+                cursor=cursor or {},
+                extra=extra,
+                replicas=equipment.live.hashes() if staged else {},
+                failpoints=failpoints.armed_text(),
+            )
+            if staged:
+                equipment.stage(job, flight.part, handle)
+            else:
+                equipment.write(job, flight.part)
+                flight.part.end(None)
+        except BaseException as e:
+            flight.part.end(
+                e if isinstance(e, Exception) else CommitError(f"interrupted: {type(e).__name__}")
+            )
+            handle.ended_within(KILL_AFTER_S)
+            handle.drop()
+            self._in_flight = None
+            raise
+
+    def _terms(self, place: Attempt) -> Terms:
+        stale, self._last_attempt = self._last_attempt, place.attempt
+        rank = self._opened().rank
+        return Terms(
+            place=place,
+            deadline_s=self._deadline_s,
+            facts={"host": socket.gethostname(), "pid": os.getpid(), **self._cadence.facts()},
+            retention=self._retention,
+            sweep=not self._swept,
+            committed=self._note_commit,
+            stale_words=words_of_attempt(stale) if stale and rank == 0 else (),
+        )
+
+    def _note_commit(self) -> None:
+        """On rank 0, by the flight: the step is committed."""
+        self._swept = True
+        self._settle_resume()
+
+    def _look(self, step: int, state: Mapping[str, Any]) -> tuple[Word, Exception | None]:
+        try:
+            return Word(step=step, fresh=self._equipped().live.look(state)), None
+        except Exception as e:  # the others must hear of it before this rank raises
+            return Word(step=step, failure=f"{type(e).__name__}: {e}"), e
+
+    def _decide(self, word: Word) -> Verdict:
+        attempt = secrets.token_hex(8)
+
+        def answer(words: list[bytes]) -> bytes:
+            return msgspec.json.encode(judge([decode_word(w) for w in words], attempt))
+
+        return decode_verdict(self._opened().decide(msgspec.json.encode(word), answer))
+
+    def _agree(self, step: int, state: Mapping[str, Any]) -> str:
+        """One round per save: all save the same step, all can; where a layout is new, all tell theirs. Returns the attempt."""
+        word, error = self._look(step, state)
+        verdict = self._decide(word)
+        if error is not None:
+            raise error
+        if verdict.failure:
+            raise CommitError(f"step {step} cannot be saved: {verdict.failure}")
+        if verdict.others:
+            raise CkptUserError(
+                f"this rank saves step {step}, others do not ({verdict.others}): all ranks save together"
+            )
+        if verdict.fresh:
+            self._equipped().live.agree()
+        return verdict.attempt
 
     def _generation_for(self, step: int, channel: Channel) -> int:
         """The generation of this start; its first save opens it. Rank 0 acts, all hear of it."""
         if self._generation is not None:
             return self._generation
         error: Exception | None = None
-        word = b"0"
-        if channel.rank == 0:
+
+        def open_it(_: list[bytes]) -> bytes:
+            nonlocal error
             try:
-                word = str(self._open_generation(step)).encode()
+                return str(self._open_generation(step)).encode()
             except (CkptError, ObjectStoreError) as e:
-                error, word = e, f"!{e}".encode()
-        answer = channel.exchange(word)[0].decode()
+                error = e
+                return f"!{e}".encode()
+
+        answer = channel.decide(b"", open_it).decode()
         if answer.startswith("!"):
             raise error or CkptWorldError(f"rank 0 could not open a generation: {answer[1:]}")
         self._generation = int(answer)
@@ -319,169 +427,6 @@ class Checkpointer:
         seen = None if self._start_over else self._seen
         return open_generation(self._store, self._start, seen=seen, created_by=created_by)
 
-    def _agree(self, step: int, state: Mapping[str, Any], channel: Channel) -> str:
-        """One exchange per save: all save the same step, all can; who has a new layout. Returns rank 0's nonce."""
-        error: Exception | None = None
-        word = _Word(step=step, nonce=secrets.token_hex(8))
-        try:
-            word = msgspec.structs.replace(word, layout=self._survey(state, channel))
-        except Exception as e:  # the others must hear of it before this rank raises
-            error, word = e, msgspec.structs.replace(word, failure=f"{type(e).__name__}: {e}")
-        words = [msgspec.json.decode(w, type=_Word) for w in channel.exchange(msgspec.json.encode(word))]
-        if error is not None:
-            raise error
-        if failed := [f"rank {r}: {w.failure}" for r, w in enumerate(words) if w.failure]:
-            raise CommitError(f"step {step} cannot be saved: {'; '.join(failed)}")
-        if others := [f"rank {r}: {w.step}" for r, w in enumerate(words) if w.step != step]:
-            raise CkptUserError(
-                f"this rank saves step {step}, others do not ({', '.join(others)}): all ranks save together"
-            )
-        layouts = [w.layout for w in words]
-        if layouts != self._layouts and self._stager is not None:
-            self._stager.forget()
-            self._layouts = layouts
-        return words[0].nonce
-
-    def _survey(self, state: Mapping[str, Any], channel: Channel) -> str:
-        """Get memory for the state; returns its layout's hash."""
-        if self._stager is None:
-            self._stager = Stager(
-                state, rank=channel.rank, world_size=channel.world_size, exchange=channel.exchange
-            )
-        self._stager.rebind(state)
-        nbytes, layout = self._stager.survey()
-        self._memory = self._memory_of(nbytes)
-        return layout
-
-    def _stage(
-        self, generation: int, step: int, cursor: dict[str, Any] | None, extra: dict[str, Any] | None
-    ) -> memoryview:
-        assert self._stager is not None, "_agree made it"
-        assert self._memory is not None, "_agree made it"
-        view = memoryview(self._memory)
-        self._stager.stage(
-            view, generation=generation, step=step, cursor=cursor or {}, ledger=(), extra=extra
-        )
-        return view
-
-    def _memory_of(self, nbytes: int) -> mmap.mmap:
-        if self._memory_budget is not None and nbytes > self._memory_budget:
-            raise MemoryBudgetError(
-                f"staging the state takes {nbytes} bytes on this rank, and memory_budget is {self._memory_budget}: raise it, or use more "
-                f"ranks"
-            )
-        if self._memory is None or len(self._memory) < nbytes:
-            if self._memory is not None:
-                self._memory.close()
-            return mmap.mmap(-1, nbytes)
-        return self._memory
-
-    # ---- in the background
-
-    def _finish_job(self, job: _Job, channel: Channel) -> None:
-        manifest: Manifest | None = None
-        error: Exception | None = None
-        try:
-            manifest = self._upload_and_commit(job, channel)
-        except Exception as e:  # it surfaces at wait, at the next save, or at close
-            error = e
-        job.image.release()
-        job.handle._finish(manifest, error)
-
-    def _upload_and_commit(self, job: _Job, channel: Channel) -> Manifest:
-        upload_error = self._upload(job, channel.rank)
-        if channel.rank != 0:
-            outcome = msgspec.json.decode(channel.hear(job.attempt, self._deadline_s + 60), type=_Outcome)
-        else:
-            outcome = self._commit(job, channel)
-        if upload_error is not None:
-            raise upload_error
-        if outcome.fenced_by:
-            raise FencedError(generation=job.generation, step=job.step, by=outcome.fenced_by)
-        if not outcome.committed:
-            raise CommitError(outcome.reason)
-        return read_manifest(self._store, job.generation, job.step)
-
-    def _upload(self, job: _Job, writer: int) -> Exception | None:
-        try:
-            upload_images(
-                self._store,
-                [job.image],
-                generation=job.generation,
-                step=job.step,
-                attempt=job.attempt,
-                writer=writer,
-                deadline_s=self._deadline_s,
-            )
-        except Exception as e:  # the committer must hear of it, whatever it is
-            try:
-                report_failure(
-                    self._store,
-                    generation=job.generation,
-                    step=job.step,
-                    attempt=job.attempt,
-                    writer=writer,
-                    reason=f"{type(e).__name__}: {e}",
-                )
-            except ObjectStoreError:
-                pass  # its deadline will tell the committer
-            return e
-        return None
-
-    def _commit(self, job: _Job, channel: Channel) -> _Outcome:
-        """Rank 0. Whatever happens, the others are told."""
-        begun = time.monotonic()
-        try:
-            result = commit(
-                self._store,
-                generation=job.generation,
-                step=job.step,
-                attempt=job.attempt,
-                writers=channel.world_size,
-                deadline_s=self._deadline_s,
-                facts={"host": socket.gethostname(), "pid": os.getpid()},
-            )
-            outcome = _outcome_of(result, job)
-        except Exception as e:  # of unknown outcome, or denied
-            outcome = _Outcome(reason=f"step {job.step}: {type(e).__name__}: {e}")
-        if channel.world_size > 1:
-            channel.tell(job.attempt, msgspec.json.encode(outcome))
-        _log.debug("step %d: %s after %.3f s", job.step, outcome, time.monotonic() - begun)
-        if outcome.committed:
-            self._settle_resume()
-        if outcome.committed and self._retention is not None:
-            self._retain(self._retention, job.generation)
-        return outcome
-
-    def _retain(self, retention: Retention, generation: int) -> None:
-        """The checkpoint stands; that an old one could not be deleted is no reason to fail."""
-        try:
-            apply_retention(self._store, retention, generation=generation)
-        except (CkptError, ObjectStoreError) as e:
-            _log.warning("old checkpoints could not be deleted: %s", e)
-
-    def _release(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-
-
-def _outcome_of(result: CommitOutcome, job: _Job) -> _Outcome:
-    match result:
-        case Committed():
-            return _Outcome(committed=True)
-        case Fenced(by=by):
-            return _Outcome(fenced_by=by)
-        case Lost(winner_attempt=winner):
-            return _Outcome(
-                reason=f"step {job.step} of generation {job.generation} was committed by another attempt, {winner}"
-            )
-        case GivenUp(reason=reason):
-            return _Outcome(reason=reason)
-
 
 # ---------------------------------------------------------------- one-shot
 
@@ -489,7 +434,8 @@ def _outcome_of(result: CommitOutcome, job: _Job) -> _Outcome:
 def save(
     root: str, step: int, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Manifest:
-    """Save once and wait for the commit. Continues from the newest step in the root, which must be an older one. Collective.
+    """Save once, straight from live memory, and return when it is committed. Continues from the newest step in the root, which
+    must be an older one. Collective.
 
     Options: those of `Checkpointer`, and `cursor` and `extra` of its `save`.
     """
@@ -498,7 +444,7 @@ def save(
     with Checkpointer(root, group, **options) as c:
         if not options.get("start_over"):
             c.continue_from_newest()
-        manifest = c.save(step, state, **given).wait()
+        manifest = c.save(step, state, blocking=True, **given).wait()
     assert manifest is not None, "a one-shot save is always due"
     return manifest
 

@@ -7,11 +7,9 @@ the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from surefoot.ckpt.boxes import Box, intersect, span
 from surefoot.ckpt.errors import StateMismatchError
@@ -19,22 +17,17 @@ from surefoot.ckpt.image import (
     ALIGN_NBYTES,
     PAGE_NBYTES,
     ImageInfo,
-    ImageStructure,
     ImageWriter,
-    SharedBox,
     aligned,
     data_view,
     verify_image,
 )
-from surefoot.ckpt.layouts import HeldTensor, exchange_layouts, fingerprint, layouts_of
 from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
-from surefoot.ckpt.plan import ITEMSIZES, Placed, Plan, RankShare, nbytes_of, place
+from surefoot.ckpt.plan import ITEMSIZES, nbytes_of
+from surefoot.ckpt.ranklayout import Exchange, RankLayout, agree_on_layout
 
 if TYPE_CHECKING:
     from surefoot.ckpt.state import Collected, Leaf, Want
-
-Exchange = Callable[[bytes], list[bytes]]
-"""All-gather of bytes over all ranks, in rank order."""
 
 META_ROOM_NBYTES = 2 * 2**20
 """What a slot has to spare for values, cursor and ledger, beyond twice what the last snapshot needed: thousands of ledger
@@ -54,28 +47,6 @@ class Restored:
     extra: dict[str, Any] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copy:
-    """`box` of a tensor goes to bytes at .. end - 1 of the data."""
-
-    name: str
-    box: Box
-    at: int
-    end: int
-    dtype: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """What this rank holds, and what follows from it and from what the others hold."""
-
-    tensors: tuple[HeldTensor, ...]
-    aliases: dict[str, str]
-    structure: ImageStructure
-    encoded: bytes
-    copies: tuple[_Copy, ...]
-
-
 class Stager:
     """Stages and restores one live state. Not safe for use by several threads."""
 
@@ -93,12 +64,9 @@ class Stager:
         self._rank = rank
         self._world_size = world_size
         self._exchange = exchange
-        self._layout: _Layout | None = None
+        self._layout: RankLayout | None = None
+        self._side: Any = None
         self._meta_nbytes = 0
-
-    def rebind(self, state: Mapping[str, Any]) -> None:
-        """Stage and restore `state` from now on. The known layout stays: a state of the same layout costs nothing new."""
-        self._state = state
 
     def nbytes(self) -> int:
         """What a slot must hold. Counts the state that optimizers will add at their first step, and room for a growing ledger.
@@ -106,19 +74,6 @@ class Stager:
         Raises StateError.
         """
         return self._nbytes(self._live.collect(self._state, self._rank))
-
-    def survey(self) -> tuple[int, str]:
-        """`nbytes`, and a hash of the layout: where any rank's is new, all must `forget` theirs before they stage.
-
-        For callers whose ranks tell each other something before each save anyway. Raises StateError.
-        """
-        found = self._live.collect(self._state, self._rank)
-        layout = [leaf.layout() for leaf in found.leaves.values()]
-        return self._nbytes(found), fingerprint(layout, found.aliases)
-
-    def forget(self) -> None:
-        """Let the next `stage` exchange layouts."""
-        self._layout = None
 
     def stage(
         self,
@@ -189,76 +144,27 @@ class Stager:
         room = META_ROOM_NBYTES + names + 2 * self._meta_nbytes
         return aligned(PAGE_NBYTES + ALIGN_NBYTES + held + missing + room, ROUND_NBYTES)
 
-    def _copy(self, layout: _Layout, leaves: Mapping[str, Leaf], data: memoryview) -> None:
+    def _copy(self, layout: RankLayout, leaves: Mapping[str, Leaf], data: memoryview) -> None:
         import torch
+
+        from surefoot.ckpt.copying import SideStreams, copy_into
 
         if not len(data):
             return
-        with torch.no_grad():
-            base = torch.frombuffer(data, dtype=torch.uint8)
-            for c in layout.copies:
-                target = base[c.at : c.end].view(c.dtype).view(c.box.extent)
-                target.copy_(self._live.part_of(leaves[c.name], c.box))
+        if self._side is None:
+            self._side = SideStreams()
+        base = torch.frombuffer(data, dtype=torch.uint8)
+        fence = copy_into((*layout.written, *layout.kept), leaves, base, self._side)
+        if fence is not None:
+            fence.wait()  # the seal is written next, and tells of checksums
 
-    def _layout_of(self, leaves: Mapping[str, Leaf], aliases: dict[str, str]) -> _Layout:
+    def _layout_of(self, leaves: Mapping[str, Leaf], aliases: dict[str, str]) -> RankLayout:
         tensors = tuple(leaf.layout() for leaf in leaves.values())
-        known = self._layout
-        if known is None or known.tensors != tensors or known.aliases != aliases:
-            known = self._layout = self._agree(tensors, leaves, aliases)
-        return known
-
-    def _agree(
-        self, tensors: tuple[HeldTensor, ...], leaves: Mapping[str, Leaf], aliases: dict[str, str]
-    ) -> _Layout:
-        alone = self._world_size == 1
-        layouts = layouts_of([tensors]) if alone else exchange_layouts(tensors, self._rank, self._exchange)
-        share = Plan(layouts).share(self._rank)
-        metas = {t.name: TensorMeta(dtype=t.dtype, shape=t.shape) for t in tensors}
-        written, written_nbytes = place(metas, share.written)
-        kept, end = place(metas, share.kept, aligned(written_nbytes))
-        structure = _structure(metas, aliases, share, written, written_nbytes, kept, end)
-        copies = tuple(self._copy_of(p, leaves[p.name]) for p in (*written, *kept))
-        return _Layout(
-            tensors=tensors,
-            aliases=aliases,
-            structure=structure,
-            encoded=msgspec.json.encode(structure),
-            copies=copies,
-        )
-
-    def _copy_of(self, placed: Placed, leaf: Leaf) -> _Copy:
-        return _Copy(
-            name=placed.name,
-            box=placed.box,
-            at=placed.at,
-            end=placed.at + nbytes_of(leaf.meta, placed.box),
-            dtype=self._live.dtype_of(leaf.meta.dtype),
-        )
-
-
-def _structure(
-    metas: dict[str, TensorMeta],
-    aliases: dict[str, str],
-    share: RankShare,
-    written: list[Placed],
-    written_nbytes: int,
-    kept: list[Placed],
-    end: int,
-) -> ImageStructure:
-    return ImageStructure(
-        tensors=metas,
-        aliases=aliases,
-        written=tuple(_piece(p) for p in written),
-        kept=tuple(_piece(p) for p in kept),
-        shared=tuple(SharedBox(name=name, box=box) for name, box in share.shared),
-        written_nbytes=written_nbytes,
-        kept_start=aligned(written_nbytes) if kept else written_nbytes,
-        data_nbytes=end if kept else written_nbytes,
-    )
-
-
-def _piece(p: Placed) -> Piece:
-    return Piece(name=p.name, offset=p.box.offset, extent=p.box.extent, at=p.at)
+        if self._layout is None or not self._layout.fits(tensors, aliases):
+            self._layout = agree_on_layout(
+                tensors, aliases, rank=self._rank, world_size=self._world_size, exchange=self._exchange
+            )
+        return self._layout
 
 
 class ImageSource:

@@ -73,6 +73,14 @@ def arm(armed: dict[str, Arming] | None) -> None:
     _hits.clear()
 
 
+def armed_text() -> str:
+    """What is armed here, in the form of ``SUREFOOT_FAILPOINTS``: for a process that does part of this one's work."""
+    return ";".join(
+        f"{name}={a.action}{f':{a.seconds}' if a.seconds else ''}@{a.hit}"
+        for name, a in (_armed or {}).items()
+    )
+
+
 def failpoint(name: str) -> None:
     """Pass the protocol edge `name`."""
     if _armed is not None:

@@ -108,6 +108,9 @@ DOORS: dict[str, tuple[str, ...]] = {
         *(
             *(
                 "ckpt.collecting",
+                "ckpt.copying",
+                "ckpt.equipment",
+                "ckpt.livestate",
                 "ckpt.declared",
                 "ckpt.filling",
                 "ckpt.gathering",
@@ -296,6 +299,7 @@ def test_what_is_allowed_in_functions_is_allowed_there():
         ("controller.cli", ("torch", "pyarrow")),
         ("loader", ("torch",)),
         ("ckpt.store", ("torch",)),
+        ("ckpt.uploader", ("torch", "pyarrow", "s3fs")),
     ],
 )
 def test_processes_do_not_load_what_they_must_not(module: str, unwanted: tuple[str, ...]):

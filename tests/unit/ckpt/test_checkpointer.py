@@ -16,7 +16,6 @@ from surefoot.ckpt.errors import (
     CommitError,
     DamagedError,
     FencedError,
-    MemoryBudgetError,
     StateError,
     StepMissingError,
 )
@@ -217,7 +216,7 @@ def test_errors_surface_at_the_next_call_and_the_next_save_works(root: str) -> N
             pass
     finally:
         failpoint.arm(None)
-    with pytest.raises(failpoint.FailpointError):
+    with pytest.raises(CommitError, match="FailpointError"):
         c.save(3, state)
     c.save(3, state).wait()
     c.close()
@@ -227,7 +226,7 @@ def test_errors_surface_at_the_next_call_and_the_next_save_works(root: str) -> N
 def test_errors_surface_at_close(root: str) -> None:
     failpoint.arm(failpoint.parse("upload.after_object=error"))
     try:
-        with pytest.raises(failpoint.FailpointError), ckpt.Checkpointer(root) as c:
+        with pytest.raises(CommitError, match="FailpointError"), ckpt.Checkpointer(root) as c:
             c.save(1, build())
     finally:
         failpoint.arm(None)
@@ -263,12 +262,23 @@ def test_fenced_by_another_start(root: str) -> None:
     assert ckpt.steps(root) == [1]
 
 
-def test_a_memory_budget(root: str) -> None:
-    with (
-        ckpt.Checkpointer(root, memory_budget=1000) as c,
-        pytest.raises(MemoryBudgetError, match="memory_budget is 1000"),
-    ):
-        c.save(1, build())
+def test_what_does_not_fit_the_budget_is_written_straight_from_memory(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = build() | {
+        "large": torch.arange(4_000_000.0),
+        "turned": torch.arange(3_000_000.0).view(3, -1).t(),
+    }
+    with ckpt.Checkpointer(root, memory_budget=1000) as c:
+        for step in (1, 2):
+            handle = c.save(step, state)
+            with torch.no_grad():
+                state["large"].add_(1)
+            handle.wait()
+    assert caplog.text.count("memory_budget is 1000") == 1, "said once"
+    assert torch.equal(ckpt.read(root, 1, "large"), torch.arange(4_000_000.0))
+    assert torch.equal(ckpt.read(root, 2, "turned"), state["turned"])
+    assert ckpt.verify(root, 2).ok
 
 
 def test_a_state_that_cannot_be_stored(root: str) -> None:

@@ -1,0 +1,52 @@
+"""What ranks agree on before a save, in one round: the step, that all can, whether a layout is new. PURE.
+
+Every rank sends a `Word`; rank 0 judges all of them and answers a `Verdict`. In the steady state that is one small message
+per rank; only a new layout makes all of them tell what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+NAMED_MAX = 8
+"""Ranks that a message lists."""
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank says. `fresh`: its layout is not the one agreed on last. `failure`: it cannot save, and why."""
+
+    step: int
+    fresh: bool = False
+    failure: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What holds for all: the attempt's nonce, and whether layouts are exchanged now. Or why nothing is saved."""
+
+    attempt: str
+    fresh: bool = False
+    failure: str = ""
+    others: str = ""
+    """Ranks that save another step than rank 0."""
+
+
+def judge(words: Sequence[Word], attempt: str) -> Verdict:
+    """`words` in rank order."""
+    failed = [f"rank {r}: {w.failure}" for r, w in enumerate(words) if w.failure]
+    others = [f"rank {r}: {w.step}" for r, w in enumerate(words) if w.step != words[0].step]
+    return Verdict(
+        attempt=attempt,
+        fresh=any(w.fresh for w in words),
+        failure="; ".join(failed[:NAMED_MAX]),
+        others=f"rank 0: {words[0].step}, {', '.join(others[:NAMED_MAX])}" if others else "",
+    )
+
+
+def decode_word(data: bytes) -> Word:
+    return msgspec.json.decode(data, type=Word)
+
+
+def decode_verdict(data: bytes) -> Verdict:
+    return msgspec.json.decode(data, type=Verdict)
