@@ -49,6 +49,9 @@ COMMIT_DEADLINE_S = 330.0
 
 GIVE_UP_DEADLINE_S = 30.0
 
+SLOW_S = 15.0
+"""An upload that takes longer is mentioned, and again and again after as long: the object store may be away."""
+
 AttemptKey = tuple[int, int, str]
 
 
@@ -250,16 +253,28 @@ class SnapshotFlow:
     async def _upload(self, attempt: _Attempt) -> None:
         generation, step, nonce = attempt.key
         paths = tuple(attempt.pinned[r] for r in sorted(attempt.pinned))
+        commits = attempt.member.index == 0
+        slow = self._spawn(self._background, self._tell_slow(step)) if commits else None
         try:
             failure = await self._ask_upload(attempt, paths)
             if failure:
                 log.warning(
                     "upload of generation %d, step %d, attempt %s: %s", generation, step, nonce, failure
                 )
-            if attempt.member.index == 0:
+            if commits:
                 self._tell_commit(await self._commit(attempt, failure))
         finally:
+            if slow is not None:
+                slow.cancel()
             self._attempts.pop(attempt.key, None)
+
+    async def _tell_slow(self, step: int) -> None:
+        """Until it is cancelled, by the commit or its failure."""
+        begun = time.monotonic()
+        while True:
+            await asyncio.sleep(SLOW_S)
+            why = f"step {step} is not committed yet, after {time.monotonic() - begun:.0f} s, and still tried"
+            self._hooks.note("commit", f"{why}; {self._age_of_last_commit()}")
 
     async def _ask_upload(self, attempt: _Attempt, paths: tuple[str, ...]) -> str:
         """Returns the failure; empty: uploaded."""

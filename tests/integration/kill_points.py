@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -94,7 +93,7 @@ def from_environment() -> None:
     """In a process that a watched one started."""
     if text := os.environ.get(VARIABLE):
         role, words = json.loads(text)
-        _Watcher(Watch(**words), f"{role}'s {Path(sys.argv[0]).stem if sys.argv else 'child'}").patch()
+        _Watcher(Watch(**words), f"{role}'s child").patch()
 
 
 def install(watch: Watch, role: str) -> None:
