@@ -19,7 +19,7 @@ from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMi
 from surefoot.ckpt.filling import Fit, load_into
 from surefoot.ckpt.manifest import Manifest, TensorMeta, manifest_key
 from surefoot.ckpt.readplan import FAR, NEARBY, ReadPlan, Wants, plan_reads, require_readable
-from surefoot.ckpt.restore import decode_manifest, read_manifest_bytes
+from surefoot.ckpt.restore import decode_manifest, read_manifest_bytes, require_objects
 from surefoot.ckpt.sharing import Party
 from surefoot.ckpt.source import Want
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
@@ -68,6 +68,7 @@ def shared_manifest(store: ObjectStore, party: Party, generation: int, step: int
         try:
             data = read_manifest_bytes(store, generation, step)
             manifest = decode_manifest(data, generation, step)
+            require_objects(store, manifest)
             word = _ManifestWord(data=data)
         except Exception as e:  # whatever it is, the others must hear of it before this rank raises
             error, word = e, _manifest_word(e)

@@ -36,7 +36,7 @@ from surefoot.ckpt.flags import raise_flag
 from surefoot.ckpt.leaves import Leaf, dtype_of
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs, step_prefix
 from surefoot.ckpt.record import lineage, list_manifests, read_records
-from surefoot.ckpt.restore import read_manifest, restored_of
+from surefoot.ckpt.restore import read_manifest, require_objects, restored_of
 from surefoot.ckpt.sharing import Party, party_of
 from surefoot.ckpt.source import Want
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
@@ -269,6 +269,7 @@ def read(root: str, step: int, name: str, part: Sequence[slice] | None = None) -
     store = open_store(root)
     ref = _only(find_line(store), step, store)[0]
     manifest = read_manifest(store, ref.generation, ref.step)
+    require_objects(store, manifest)
     stored = manifest.aliases.get(name, name)
     meta = manifest.tensors.get(stored)
     if meta is None:

@@ -11,11 +11,19 @@ from typing import Any
 import xxhash
 
 from surefoot.ckpt.errors import DamagedError, StepMissingError
-from surefoot.ckpt.manifest import Ledger, LedgerRow, Manifest, Previous, decode, manifest_key
+from surefoot.ckpt.manifest import (
+    Ledger,
+    LedgerRow,
+    Manifest,
+    Previous,
+    attempt_prefix,
+    decode,
+    manifest_key,
+)
 from surefoot.ckpt.piecetable import filled_from_table, require_table_key
 from surefoot.ckpt.reading import read_blocks as read_blocks
 from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
-from surefoot.ckpt.sound import require_sound
+from surefoot.ckpt.sound import require_listed, require_sound
 from surefoot.ckpt.staging import Exchange, Restored
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
 
@@ -77,6 +85,15 @@ def _decode_own(data: bytes, generation: int, step: int) -> Manifest:
             f"{key} calls itself step {manifest.step} of generation {manifest.generation}", key=key
         )
     return manifest
+
+
+def require_objects(store: ObjectStore, manifest: Manifest) -> None:
+    """What the manifest claims is there in full: before anybody makes room for it by the manifest's word. One listing.
+
+    Raises: DamagedError naming the object, ObjectStore…Error.
+    """
+    prefix = attempt_prefix(manifest.generation, manifest.step, manifest.attempt)
+    require_listed(manifest, {o.key: o.size for o in store.list(prefix)})
 
 
 # ---------------------------------------------------------------- the committed ledger
