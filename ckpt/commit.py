@@ -7,7 +7,8 @@ Torch-free.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ from surefoot.history import operation
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.005, 0.5
 """Parts of small states arrive within milliseconds, those of large ones within minutes; a listing costs about 10 ms on S3."""
+
+PART_READERS = 16
+"""Part records read at once, where there are many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +157,7 @@ def _await_parts(
         trouble = ""
         try:
             sizes = {o.key: o.size for o in store.list(attempt_prefix(generation, step, attempt))}
-            for key in wanted.keys() & sizes.keys() - parts.keys():
-                parts[key] = decode(PartRecord, store.read(key), key=key)
+            parts |= _read_parts(store, sorted(wanted.keys() & sizes.keys() - parts.keys()))
             if len(parts) == writers or any(p.failure for p in parts.values()):
                 return [parts[key] for key in sorted(parts)], sizes
         except ObjectStoreUnavailableError as e:
@@ -166,6 +169,18 @@ def _await_parts(
             )
         time.sleep(pause_s)  # an object store has no watch: it can only be asked again
         pause_s = min(2 * pause_s, LONGEST_POLL_S)
+
+
+def _read_parts(store: ObjectStore, keys: Sequence[str]) -> dict[str, PartRecord]:
+    """A thousand parts one after the other would be a thousand round trips."""
+
+    def read(key: str) -> PartRecord:
+        return decode(PartRecord, store.read(key), key=key)
+
+    if len(keys) < 2 * PART_READERS:
+        return {key: read(key) for key in keys}
+    with ThreadPoolExecutor(PART_READERS, thread_name_prefix="ckpt-parts") as pool:
+        return dict(zip(keys, pool.map(read, keys), strict=True))
 
 
 def _with_table(store: ObjectStore, manifest: Manifest) -> Manifest:

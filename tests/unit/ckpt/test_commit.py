@@ -12,6 +12,7 @@ import pytest
 from ckpt_faulty import FaultyStore
 from ckpt_images import arrays, make_images
 
+from surefoot.ckpt import commit as commit_module
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CommitError, DamagedError, ImageError
 from surefoot.ckpt.image import PAGE_NBYTES
@@ -32,6 +33,7 @@ from surefoot.ckpt.manifest import (
 from surefoot.ckpt.merge import merge_parts
 from surefoot.ckpt.record import Record, StartRef, create_record
 from surefoot.ckpt.restore import read_ledger, read_manifest
+from surefoot.ckpt.sound import require_sound
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,
@@ -149,6 +151,15 @@ def test_a_part_that_is_missing(store: FaultyStore) -> None:
     assert not [k for k in store.created if k.endswith("manifest.json")]
 
 
+def test_many_parts_are_read_at_once(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty ranks, each with a part of its own."""
+    monkeypatch.setattr(commit_module, "PART_READERS", 4)
+    upload(store, make_images(arrays(8), 40))
+    outcome = commit(store, writers=40)
+    assert isinstance(outcome, tiers.Committed)
+    assert outcome.manifest.world_size == 40
+
+
 def test_a_failure_that_is_reported_ends_the_wait_at_once(store: FaultyStore) -> None:
     upload(store, make_images(arrays(), 2)[:1])
     tiers.report_failure(store, generation=1, step=20, attempt=A, writer=1, reason="disk full")
@@ -252,7 +263,9 @@ def test_no_acknowledgement_without_the_look_for_a_higher_record(store: FaultySt
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        pytest.param({"values": lambda r: {"epoch": r}}, "epoch is 1 on rank 1 and 0 on rank 0", id="values"),
+        pytest.param(
+            {"values": lambda r: {"epoch": r}}, r"epoch is 0 on ranks \[0\] and 1 on ranks \[1\]", id="values"
+        ),
         pytest.param({"cursor": lambda r: {"at": r}}, "cursor of rank 1 differs", id="cursor"),
         pytest.param(
             {"ledger": lambda r: [LedgerRow(step=1, generation=1, dp_rank=0, samples=(str(r),))]},
@@ -439,6 +452,13 @@ def test_merge() -> None:
     assert list(m.tensors) == ["w0", "w1"]
     assert m.nbytes == 32
     assert decode(Manifest, encode(m), key="m") == m
+
+
+def test_a_name_that_is_tied_on_one_rank_and_stored_on_another_is_stored() -> None:
+    """Rank 0 holds w0 and knows it as w1 too; rank 1 holds w1 alone."""
+    m = merged(part(0, 2, aliases={"w1": "w0", "x": "w0"}), part(1, 2, aliases={"x": "w1"}))
+    assert m.aliases == {"x": "w0"}
+    require_sound(m)
 
 
 def bad_piece(**changes: Any) -> PartRecord:

@@ -100,13 +100,46 @@ def test_a_flipped_bit_in_a_box_that_is_split_over_its_holders_names_the_rank() 
     images = make_images(whole_arrays, 3, change=flip, block_nbytes=2**20)
     writers = [tiers.read_image(i).meta.structure.written for i in images]
     assert all(any(p.name == "big" for p in w) for w in writers), "the box is split"
-    store = MemoryObjectStore()
-    create_record(store, Record(generation=1, start=StartRef(), reason="test", created_by="t"))
-    for writer, image in enumerate(images):
-        tiers.upload_images(store, [image], generation=1, step=20, attempt="a", writer=writer, deadline_s=10)
-    outcome = tiers.commit(store, generation=1, step=20, attempt="a", writers=3, deadline_s=5, facts={})
+    outcome = _saved(images)
     assert isinstance(outcome, tiers.GivenUp)
     assert isinstance(outcome.cause, ReplicasDifferError)
     assert (outcome.cause.name, outcome.cause.odd) == ("big", (1,))
     assert outcome.cause.box == whole(big.shape)
-    assert not [o.key for o in store.list("gen-0001/") if o.key.endswith("manifest.json")]
+
+
+def test_shards_that_pass_for_plain_tensors_are_refused() -> None:
+    """CKP-06: DP 2 x TP 2, and each TP rank gives its half as a plain tensor, under one name: the layout cannot be known, and the
+    content gives it away. Half against half: nobody is odd."""
+
+    def shard(rank: int, mine: dict[str, np.ndarray]) -> None:
+        mine["model.b"] += 1000 * (rank % 2)
+
+    outcome = _saved(make_images(arrays(), 4, change=shard))
+    assert isinstance(outcome, tiers.GivenUp)
+    assert isinstance(outcome.cause, ReplicasDifferError)
+    assert outcome.cause.odd == ()
+    assert sorted(outcome.cause.ranks_by_checksum.values()) == [(0, 2), (1, 3)]
+    assert "make it a DTensor" in outcome.reason
+
+
+def test_what_is_committed_is_as_much_as_all_distinct_elements_take() -> None:
+    """CKP-06: on 1, 2 and 4 ranks, sharded and replicated. (A writer who says otherwise is refused: test_sound.py.)"""
+    whole_arrays = arrays()
+    distinct = sum(a.nbytes for a in whole_arrays.values())
+    for ranks in (1, 2, 4):
+        outcome = _saved(make_images(whole_arrays, ranks))
+        assert isinstance(outcome, tiers.Committed)
+        assert outcome.manifest.nbytes == distinct
+
+
+def _saved(images: list[memoryview]) -> tiers.CommitOutcome:
+    store = MemoryObjectStore()
+    create_record(store, Record(generation=1, start=StartRef(), reason="test", created_by="t"))
+    for writer, image in enumerate(images):
+        tiers.upload_images(store, [image], generation=1, step=20, attempt="a", writer=writer, deadline_s=10)
+    outcome = tiers.commit(
+        store, generation=1, step=20, attempt="a", writers=len(images), deadline_s=5, facts={}
+    )
+    manifests = [o.key for o in store.list("gen-0001/") if o.key.endswith("manifest.json")]
+    assert bool(manifests) == isinstance(outcome, tiers.Committed)
+    return outcome
