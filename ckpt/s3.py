@@ -42,6 +42,7 @@ class S3ObjectStore:
         try_s: how long one try of it may take, likewise; None: a third of `deadline_s`.
         part_nbytes: of one part of a large upload, and of one ranged read.
         in_flight: parts or ranged reads of one call under way at a time.
+        session: its connections, where several stores share them; None: its own.
     """
 
     nearby = False
@@ -55,6 +56,7 @@ class S3ObjectStore:
         try_s: float | None = None,
         part_nbytes: int = PART_NBYTES,
         in_flight: int = IN_FLIGHT,
+        session: Session | None = None,
     ) -> None:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
@@ -65,7 +67,7 @@ class S3ObjectStore:
             try_s=deadline_s / 3 if try_s is None else try_s,
         )
         self._conditional = True
-        self._session = Session()
+        self._session = session or Session()
 
     @property
     def root(self) -> str:

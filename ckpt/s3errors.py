@@ -44,6 +44,7 @@ class Verdict(Enum):
     NO_BUCKET = "no such bucket"
     NO_UPLOAD = "no such upload"
     DENIED = "wrong keys or no permission"
+    UNTRUSTED = "nobody vouches for the server's certificate"
     CONFLICT = "another conditional write is under way; nothing was done"
     AWAY = "nobody answers; nothing was done"
     BUSY = "the store asks for patience; nothing was done"
@@ -137,7 +138,9 @@ def judge(e: BaseException) -> Verdict:
         return Verdict.EXISTS
     if isinstance(e, FileNotFoundError):
         return Verdict.MISSING
-    if isinstance(e, _AWAY) or (isinstance(e, boto.SSLError) and "certificate" in str(e).lower()):
+    if isinstance(e, boto.SSLError) and "certificate" in str(e).lower():
+        return Verdict.UNTRUSTED
+    if isinstance(e, _AWAY):
         return Verdict.AWAY
     # aiohttp's payload and disconnection errors arrive bare; all of them mean a broken answer.
     if isinstance(e, _CUT_OFF) or type(e).__module__.startswith("aiohttp"):
@@ -176,6 +179,10 @@ def typed(
             return ObjectStoreDeniedError(
                 f"{said}; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and AWS_DEFAULT_REGION, and "
                 f"that these keys may list, read, write and delete in the bucket {bucket!r}"
+            )
+        case Verdict.UNTRUSTED:
+            return ObjectStoreDeniedError(
+                f"{said}; name the file with its authority in AWS_CA_BUNDLE, or correct AWS_ENDPOINT_URL"
             )
         case Verdict.NO_UPLOAD:
             return UploadGoneError(f"{said}; somebody ended the upload: was this writer taken for dead?")

@@ -108,7 +108,7 @@ def s3_proxy(s3_server: Any, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> It
         yield proxy
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def s3_faults() -> Any:
     """The module tests/contract/s3proxy.py, for what faults do: ``s3_faults.status(503, "SlowDown")``."""
     return _contract("s3proxy")

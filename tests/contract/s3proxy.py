@@ -410,6 +410,12 @@ class S3Proxy:
             self._faults.append(fault)
         return fault
 
+    def forget(self) -> None:
+        """Faults and what was counted."""
+        with self._lock:
+            self._faults.clear()
+            self.requests.clear()
+
     def of(self, operation: str = "*", *, key: str = "") -> list[Request]:
         with self._lock:
             return [r for r in self.requests if operation in ("*", r.operation) and key in r.key]

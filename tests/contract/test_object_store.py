@@ -11,6 +11,7 @@ import pytest
 
 from surefoot.ckpt.probe import Exclusion, ensure_exclusive, probe_conditional
 from surefoot.ckpt.s3 import S3ObjectStore
+from surefoot.ckpt.s3session import Session
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,
@@ -22,6 +23,9 @@ from surefoot.ckpt.store import (
     open_store,
 )
 
+SHARED = Session()
+"""To make an S3 client takes longer than most tests."""
+
 
 @pytest.fixture(params=["memory", "file", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
@@ -32,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
             return open_store((tmp_path / "root").as_uri())
         case _:
             bucket, _, prefix = request.getfixturevalue("s3_url").removeprefix("s3://").partition("/")
-            return S3ObjectStore(bucket, prefix, deadline_s=30.0, part_nbytes=5 * 2**20)
+            return S3ObjectStore(bucket, prefix, deadline_s=30.0, part_nbytes=5 * 2**20, session=SHARED)
 
 
 def test_what_was_created_is_read(store: ObjectStore) -> None:
