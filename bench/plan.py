@@ -3,7 +3,7 @@
 ``bench/plan.py --json`` prints one JSON object. For 1,024 ranks and 1,024 tensors (a transformer under FSDP: a million boxes):
 
     plan_first_ms_1k_ranks_1k_tensors   a new layout: describe the own one, read all the others', prove the coverage, own share
-    plan_ms_1k_ranks_1k_tensors         the same layout again: the own one's hash, compared with all ranks' words of last time
+    plan_ms_1k_ranks_1k_tensors         the same layout again: what the rank holds now, compared with what it planned for
 
 each the median of `rounds` (5), with all of them beside it. `worst_first_ms` is the first plan where no two of the 1,024 tensors
 have one shape, so that nothing can be shared. `prove_ms_1m_pieces` is the committer's proof, from the pieces of a manifest alone.
@@ -26,9 +26,10 @@ from typing import Any
 from plan_worlds import KINDS, World, descriptions, fsdp, transformer
 
 from surefoot.ckpt.coverage import prove_coverage
-from surefoot.ckpt.layouts import Layouts, describe, exchange_layouts, fingerprint
+from surefoot.ckpt.layouts import Layouts, describe, exchange_layouts
 from surefoot.ckpt.manifest import TensorMeta
 from surefoot.ckpt.plan import Plan, RankShare, nbytes_of
+from surefoot.ckpt.ranklayout import agree_on_layout
 
 TENSORS = 1024
 SIZES = (256, 1024, 4096, 16_384)
@@ -75,11 +76,13 @@ class Simulated:
 
 def measure_1k(rounds: int) -> dict[str, Any]:
     simulated = Simulated(fsdp(1024, transformer(TENSORS)), rank=517)
-    hashes = [fingerprint(simulated.mine, {})] * 1024
+    known = agree_on_layout(
+        tuple(simulated.mine), {}, rank=simulated.rank, world_size=1024, exchange=simulated.exchange
+    )
     found: list[dict[str, float]] = []
     for _ in range(rounds):
         first, _plan = ms(simulated.first)
-        again, same = ms(lambda: [fingerprint(simulated.world.held(simulated.rank), {})] * 1024 == hashes)
+        again, same = ms(lambda: known.fits(tuple(simulated.world.held(simulated.rank)), {}))
         assert same
         found.append({"plan_first_ms_1k_ranks_1k_tensors": first, "plan_ms_1k_ranks_1k_tensors": again})
     keys = found[0].keys()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -116,11 +116,6 @@ def _terms(t: HeldTensor, box: Box, values: dict[_Value, int]) -> list[int]:
 
 def _hash(template: bytes) -> bytes:
     return hashlib.blake2b(template, digest_size=_HASH_NBYTES).digest()
-
-
-def fingerprint(tensors: Sequence[HeldTensor], aliases: Mapping[str, str]) -> str:
-    """A hash of one rank's layout and of its tied names, for comparing it with an earlier one of the same rank."""
-    return _hash(msgspec.json.encode([tensors, aliases])).hex()
 
 
 def exchange_layouts(

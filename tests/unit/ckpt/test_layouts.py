@@ -20,7 +20,6 @@ from surefoot.ckpt.layouts import (
     Layouts,
     describe,
     exchange_layouts,
-    fingerprint,
     layouts_of,
 )
 from surefoot.ckpt.manifest import TensorMeta
@@ -178,10 +177,6 @@ def test_planning_asks_the_others_twice_at_most_and_once_where_all_are_alike() -
     """CKP-26, simulated: planning needs nothing but this exchange, at a new layout only; no collective, no device."""
     _, alike, _ = planned(worlds.hsdp, 256)
     assert [len(call) for call in alike.calls] == [24], "a hash, and where the rank stands"
-    world, uneven, _ = planned(worlds.fsdp, 1024)
+    _, uneven, _ = planned(worlds.fsdp, 1024)
     assert len(uneven.calls) == 2
     assert sum(len(t) for t in uneven.answers[1]) < 64 * 2**10, "each template is sent once, by one rank"
-    mine = world.held(5)
-    assert fingerprint(mine, {}) == fingerprint(world.held(5), {}), "nothing changed: nothing is asked"
-    assert fingerprint(mine, {}) != fingerprint(world.held(6), {})
-    assert fingerprint(mine, {}) != fingerprint(mine, {"head.weight": "embed.weight"})
