@@ -68,10 +68,12 @@ class Rank:
 
     # ---- Surefoot
 
-    def open(self, *, root: str) -> None:
-        """Use a checkpointer on `root` from now on, with all its defaults."""
+    def open(self, *, root: str, prepare: bool = False) -> None:
+        """Use a checkpointer on `root` from now on, with all its defaults; `prepare` is what its `load` ends with."""
         self.end()
         self._checkpointer = ckpt.Checkpointer(root)
+        if prepare:
+            self._checkpointer.prepare(self._state)
 
     def end(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
@@ -90,7 +92,7 @@ class Rank:
 
     def save(self) -> float:
         """A blocking save."""
-        return self._timed(lambda: self._c.save(self._next(), self._state).wait())
+        return self._timed(lambda: self._c.save(self._next(), self._state, blocking=True).wait())
 
     def load(self, *, checked: bool) -> float:
         """Load the newest step into live memory."""

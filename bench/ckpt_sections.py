@@ -18,6 +18,8 @@ from ckpt_world import BenchError, Relay, Watch, World, pss, s3_server, scratch
 
 SHM = Path("/dev/shm")
 RANKS = 2
+FIRST_SAVE_AFTER_STEPS = 100
+"""A job trains for a while before its first save; here for some seconds."""
 MIB = 2**20
 Rows = list[dict[str, float]]
 
@@ -87,7 +89,7 @@ def stall(bench: Bench) -> Rows:
     """A step that holds a save: ours, DCP's two ways, and a plain copy."""
     with bench.world() as (world, _), scratch(SHM) as folder:
         ours = folder / "ours"
-        world.call("open", root=str(ours))
+        world.call("open", root=str(ours), prepare=True)
 
         def memcpy() -> dict[str, float]:
             return {"memcpy_s": statistics.median(max(world.call("memcpy")) for _ in range(3))}
@@ -166,7 +168,8 @@ def first(bench: Bench) -> Rows:
 
         def twice(name: str, act: Callable[[], float]) -> dict[str, float]:
             root = folder / "ours"
-            world.call("open", root=str(root))
+            world.call("open", root=str(root), prepare=True)
+            world.call("train", steps=FIRST_SAVE_AFTER_STEPS)
             row = {}
             for entry in (f"first_{name}", name):
                 row[entry] = act()
@@ -190,7 +193,7 @@ def memory(bench: Bench) -> Rows:
     with bench.world() as (world, held), scratch(SHM) as folder:
         world.call("train", steps=20)
         before = pss(world.pids())
-        world.call("open", root=str(folder / "ours"))
+        world.call("open", root=str(folder / "ours"), prepare=True)
         rows: Rows = []
         for i in range(bench.size.saves):
             with Watch(world) as watch:
