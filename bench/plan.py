@@ -124,7 +124,7 @@ def prove_ms(ranks: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="How long a rank plans a checkpoint.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="up to 1,024 ranks, 2 rounds")
     given = parser.parse_args()

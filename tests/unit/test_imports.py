@@ -46,7 +46,7 @@ PURE = (
     *("agent.exits", "ckpt.manifest", "ckpt.retention"),
     # Arrays over all ranks or pieces: numpy computes, and does no IO.
     *("ckpt.plan", "ckpt.boxes", "ckpt.layouts", "ckpt.dealing", "ckpt.coverage", "ckpt.merge"),
-    *("ckpt.sound", "ckpt.replicas"),
+    *("ckpt.sound", "ckpt.replicas", "ckpt.values"),
     *("ckpt.interval", "ckpt.orphans", "ckpt.progress", "ckpt.resharding", "ckpt.stformat"),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),
 )
@@ -92,8 +92,12 @@ PURE_MAY_USE = (
 """No IO, clock, thread, randomness or log is reachable from these."""
 PURE_MAY_SEE = ("exitcodes", "ckpt.record", "ckpt.errors", "ckpt.boxes", "loader.errors")
 """Ours, not all pure, but asked for types and pure functions only."""
-PURE_BUT = {"controller.spec": ("pathlib",), "agent.exits": ("signal",)}
-"""`load_spec` reads the one file it is given; exits are named after the table of signals."""
+PURE_BUT = {
+    "controller.spec": ("pathlib",),
+    "agent.exits": ("signal",),
+    "ckpt.values": ("binascii", "io"),
+}
+"""`load_spec` reads the one file it is given; exits are named after the table of signals; arrays are encoded in memory."""
 
 DOORS: dict[str, tuple[str, ...]] = {
     "etcd3": ("controller.etcdstore",),
