@@ -468,6 +468,6 @@ def test_tls_that_breaks_off(tls_proxy: Any, s3_faults: Any) -> None:
 def test_a_certificate_that_nobody_vouches_for(tls_proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No retry helps, and nothing was done."""
     monkeypatch.delenv("AWS_CA_BUNDLE")
-    with pytest.raises(ObjectStoreDeniedError, match="certificate.*AWS_CA_BUNDLE"):
+    with pytest.raises(ObjectStoreDeniedError, match=r"certificate.*AWS_CA_BUNDLE"):
         store_at(tls_proxy.root, session=None).create("k", b"x")
     assert tls_proxy.count() == 0
