@@ -12,7 +12,7 @@ from surefoot.ckpt.boxes import Box, intersect, whole
 from surefoot.ckpt.coverage import prove_coverage
 from surefoot.ckpt.dealing import SPLIT_NBYTES
 from surefoot.ckpt.errors import CoverageError, StateError
-from surefoot.ckpt.manifest import TensorMeta
+from surefoot.ckpt.manifest import BLOCK_NBYTES, TensorMeta
 from surefoot.ckpt.plan import (
     ITEMSIZES,
     HeldTensor,
@@ -138,6 +138,38 @@ def test_pieces_lie_aligned_without_holes(tensors: list[tuple[str, int]]) -> Non
         assert at % ITEMSIZES[metas[p.name].dtype] == 0
         at += nbytes_of(metas[p.name], p.box)
     assert at == end
+
+
+def test_pieces_of_whole_blocks_begin_with_a_block() -> None:
+    """Large pieces, cut at blocks, share none of theirs with anything else, whatever small things lie in the same object."""
+    blocks = {"a": 1, "b": 3, "z": 2}
+    metas = {n: TensorMeta(dtype="bfloat16", shape=(k * BLOCK_NBYTES // 2,)) for n, k in blocks.items()}
+    metas |= {f"n{i}": TensorMeta(dtype="float64", shape=(i + 1,)) for i in range(9)}
+    placed, _ = place(metas, ((name, whole(m.shape)) for name, m in metas.items()))
+    assert [p.name for p in placed[:3]] == ["a", "b", "z"]
+    assert all(p.at % BLOCK_NBYTES == 0 for p in placed[:3])
+
+
+def test_the_cuts_of_a_large_replicated_tensor_lie_at_blocks() -> None:
+    """4 GiB on three ranks: each part is of whole blocks, and as long as the others but for a block or so."""
+    layout = [replicated("w", (2**15, 2**15))]
+    parts = [box for s in assign([layout] * 3) for _, box in s.written]
+    nbytes = [p.numel * 4 for p in parts]
+    assert len(parts) == 3, "whole rows: one box each"
+    assert all(n % BLOCK_NBYTES == 0 for n in nbytes)
+    assert max(nbytes) - min(nbytes) <= 2 * BLOCK_NBYTES
+
+
+def test_groups_within_groups_are_levelled_from_the_smallest_up() -> None:
+    """Rank 0 alone holds 4 MB, ranks 0 and 1 another 4 MB, all four 8 MB: everybody writes 4 MB."""
+    mb = (2**20,)
+    layouts = [[replicated("all", (2, 2**20))] for _ in range(4)]
+    layouts[0] += [replicated("one", mb), replicated("two", mb)]
+    layouts[1] += [replicated("two", mb)]
+    shares = assign(layouts)
+    load = [sum(box.numel * 4 for _, box in s.written) for s in shares]
+    assert load == [4 * 2**20] * 4
+    assert [n for n, _ in shares[0].written] == ["one"]
 
 
 def test_coalesce() -> None:
