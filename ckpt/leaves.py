@@ -148,12 +148,21 @@ def placed(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
 def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...] | None:
     """Which chunk this rank has in each dimension of a mesh; None where the mesh is without it.
 
-    That is its rank in the dimension's group: torch's collectives go by it, so it is what `full_tensor` shows, and where FSDP
-    and `distribute_tensor` put things. `get_coordinate` is another number where the mesh lists its ranks out of order.
+    That is its rank in the dimension's process group: torch's collectives go by it, so it is what `full_tensor` shows, and
+    where FSDP and `distribute_tensor` put things. `get_coordinate` is another number where the mesh lists its ranks out of order.
     """
-    if mesh.get_coordinate() is None:
-        return None
-    return tuple(mesh.get_local_rank(i) for i in range(mesh.ndim))
+    coordinate = mesh.get_coordinate()
+    return None if coordinate is None else _ranks_in_groups(mesh, tuple(coordinate))
+
+
+@lru_cache(maxsize=1024)
+def _ranks_in_groups(mesh: DeviceMesh, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    """A group counts its members in the order of their global ranks."""
+    found: list[int] = []
+    for i, at in enumerate(coordinate):
+        members: list[int] = mesh.mesh[(*coordinate[:i], slice(None), *coordinate[i + 1 :])].tolist()
+        found.append(sum(rank < members[at] for rank in members))
+    return tuple(found)
 
 
 def shardings_of(t: DTensor, coordinate: Sequence[int]) -> tuple[Sharding, ...]:
