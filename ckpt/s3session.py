@@ -43,6 +43,8 @@ class Patience:
 
     deadline: float
     try_s: float
+    unreachable_s: float = UNREACHABLE_S
+    """How long connections are tried."""
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -66,7 +68,7 @@ async def patiently(attempt: Callable[[], Awaitable[_T]], call: Call, patience: 
             may_have_worked |= verdict is Verdict.CUT_OFF
             pause_s = pause_after(tries, f"{call.root}/{call.key}/{call.within}")
             patience_ends = (
-                min(patience.deadline, begun + UNREACHABLE_S)
+                min(patience.deadline, begun + patience.unreachable_s)
                 if verdict is Verdict.AWAY
                 else patience.deadline
             )

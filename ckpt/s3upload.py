@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.ckpt.s3create import NONCE, Body, Target, crc_header, create_once, put_once
 from surefoot.ckpt.s3errors import DamagedPartError
-from surefoot.ckpt.s3session import SLOWEST_BYTES_PER_S, Patience, Session, patiently
+from surefoot.ckpt.s3session import (
+    SLOWEST_BYTES_PER_S,
+    UNREACHABLE_S,
+    Patience,
+    Session,
+    patiently,
+)
 from surefoot.ckpt.store import (
     ObjectStoreError,
     ObjectStoreUnavailableError,
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
 
 MOST_PARTS = 10_000
 """S3's limit for one upload."""
+RESTART_S = 60.0
+"""An upload under way outlives a store that restarts. (One that begins hears within `UNREACHABLE_S` that nobody is there.)"""
 ABORT_S = 2.0
 """How long an abort waits for parts under way to end."""
 
@@ -262,7 +270,11 @@ class S3Upload:
         return f"upload {self._id}"
 
     def _patience(self, nbytes: int = 0) -> Patience:
-        return Patience(deadline=self._deadline, try_s=self._sizing.try_s + nbytes / SLOWEST_BYTES_PER_S)
+        return Patience(
+            deadline=self._deadline,
+            try_s=self._sizing.try_s + nbytes / SLOWEST_BYTES_PER_S,
+            unreachable_s=RESTART_S if self._sent else UNREACHABLE_S,
+        )
 
 
 def _require_stored(answer: dict[str, Any], views: Sequence[memoryview], crc: str) -> None:

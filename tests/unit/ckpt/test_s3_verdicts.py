@@ -175,3 +175,24 @@ def test_silence_is_given_up_before_the_deadline() -> None:
     with pytest.raises(ObjectUnknownError, match=f"after {SILENT_TRIES} tries"):
         asyncio.run(patiently(silent, call, patience))
     assert tries == SILENT_TRIES
+
+
+def test_how_long_a_store_that_is_away_is_waited_for() -> None:
+    """Shortly by a call that begins; an upload under way outlives a restart."""
+
+    async def back_at_the_fourth() -> int:
+        nonlocal tries
+        tries += 1
+        if tries < 4:
+            raise ConnectionRefusedError
+        return tries
+
+    def patience(unreachable_s: float) -> Patience:
+        return Patience(deadline=time.monotonic() + 60.0, try_s=1.0, unreachable_s=unreachable_s)
+
+    call = Call(root="s3://b", what="create", key="k", creates=True)
+    tries = 0
+    with pytest.raises(ObjectStoreUnavailableError, match="after 1 tries"):
+        asyncio.run(patiently(back_at_the_fourth, call, patience(0.0)))
+    tries = 0
+    assert asyncio.run(patiently(back_at_the_fourth, call, patience(5.0))) == 4
