@@ -11,6 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
+from surefoot.ckpt import s3session
 from surefoot.ckpt.s3create import Body
 from surefoot.ckpt.s3errors import Call, Verdict, judge
 from surefoot.ckpt.s3read import cut
@@ -134,7 +135,12 @@ def test_a_try_that_was_given_up_sees_no_byte_any_more() -> None:
 # ---------------------------------------------------------------- patience
 
 
-def test_a_try_that_cannot_be_cancelled_is_left_behind() -> None:
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3session, "FIRST_PAUSE_S", 0.001)
+
+
+def test_a_try_that_cannot_be_cancelled_is_left_behind(short_pauses: None) -> None:
     """As an aiobotocore PUT to a server that hangs."""
 
     async def deaf() -> None:
@@ -163,7 +169,7 @@ def test_a_try_that_cannot_be_cancelled_is_left_behind() -> None:
     assert time.monotonic() - begun < 1.0
 
 
-def test_silence_is_given_up_before_the_deadline() -> None:
+def test_silence_is_given_up_before_the_deadline(short_pauses: None) -> None:
     async def silent() -> None:
         nonlocal tries
         tries += 1
@@ -177,7 +183,7 @@ def test_silence_is_given_up_before_the_deadline() -> None:
     assert tries == SILENT_TRIES
 
 
-def test_how_long_a_store_that_is_away_is_waited_for() -> None:
+def test_how_long_a_store_that_is_away_is_waited_for(short_pauses: None) -> None:
     """Shortly by a call that begins; an upload under way outlives a restart."""
 
     async def back_at_the_fourth() -> int:
