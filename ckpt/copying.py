@@ -121,7 +121,7 @@ class LiveChunks:
     leaves: Mapping[str, Leaf]
 
     def __call__(self, drain: Callable[[], None]) -> Iterator[memoryview]:
-        bounce = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8)
+        bounce = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, device="cpu")
         view, begin, end = view_bytes(bounce), 0, 0
         for source in self._sources():
             if is_plain_memory(source) and source.nbytes >= DIRECT_NBYTES:

@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tethered:  # also when we are stopped, or hang in the kernel
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     watch(args.parent)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=args.fd) as sock:
         sock.set_inheritable(False)
         try:

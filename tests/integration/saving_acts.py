@@ -1,0 +1,230 @@
+"""Ranks for test_ckpt_saving.py: what happens to a save while it is under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from surefoot import ckpt, failpoint
+from surefoot.ckpt import channel, flight, saving
+from surefoot.ckpt.errors import CkptError, CommitError
+from surefoot.ckpt.store import open_store
+from surefoot.ckpt.upload import report_failure
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "isend",
+    "irecv",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
+
+
+@contextmanager
+def counted(only_background: bool = False) -> Iterator[list[str]]:
+    """Collects the names of torch.distributed's calls, by whatever thread, or by others than the main one."""
+    found: list[str] = []
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not only_background or threading.current_thread() is not threading.main_thread():
+                found.append(name)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+    for name, call in before.items():
+        setattr(dist, name, counting(name, call))
+        setattr(distributed_c10d, name, getattr(dist, name))
+    try:
+        yield found
+    finally:
+        for name, call in before.items():
+            setattr(dist, name, call)
+            setattr(distributed_c10d, name, call)
+
+
+def sharded(rows: int = 8, fill: float = 1.0) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.full((rows, 4), fill), mesh, [Shard(0)]), "b": torch.ones(3)}
+
+
+def quick() -> None:
+    """The same in less time."""
+    flight.BEAT_S = 0.1
+    channel.SILENT_S = 1.5
+
+
+def uploader_of(c: ckpt.Checkpointer) -> int:
+    assert c._equipment is not None
+    return c._equipment.uploader().pid
+
+
+# ---------------------------------------------------------------- acts
+
+
+def save_at_every_step(root: str, rounds: int) -> None:
+    state = sharded()
+    dist.all_reduce(torch.ones(1))
+    with ckpt.Checkpointer(root, keep=2) as c:
+        with counted(only_background=True) as in_background, counted() as in_all:
+            for step in range(1, rounds + 1):
+                c.save(step, state)
+                dist.barrier()
+            c._settle()
+        assert in_background == []
+        assert in_all == ["barrier"] * rounds, "the count counts"
+    dist.barrier()
+    assert ckpt.steps(root)[-1] == rounds
+
+
+def uploader_is_killed(root: str) -> float:
+    """Returns after how many seconds this rank heard of it."""
+    rank, state = dist.get_rank(), sharded()
+    c = ckpt.Checkpointer(root, deadline_s=60)
+    c.save(10, state).wait()
+    if rank == 1:
+        failpoint.arm(failpoint.parse("upload.before_finish=delay:30"))
+    handle = c.save(20, state)
+    dist.barrier()
+    begun = time.monotonic()
+    if rank == 1:
+        os.kill(uploader_of(c), signal.SIGKILL)
+    with pytest.raises(CommitError, match=r"rank 1 .*SIGKILL") as caught:
+        handle.wait(20)
+    took = time.monotonic() - begun
+    failpoint.arm(None)
+    assert "uploader" in str(caught.value)
+    assert ckpt.steps(root) == [10], "nothing is committed"
+    c.save(30, state).wait()
+    dist.barrier()
+    c.close()
+    assert ckpt.steps(root) == [10, 30]
+    return took
+
+
+def rank_is_killed(root: str, victim: int) -> str:
+    """Every other rank names it."""
+    quick()
+    rank, state = dist.get_rank(), sharded()
+    c = ckpt.Checkpointer(root, deadline_s=60)
+    c.save(10, state).wait()
+    if rank == victim:
+        failpoint.arm(failpoint.parse("save.before_stage=crash"))
+    with pytest.raises(CkptError) as caught:
+        c.save(20, state).wait(20)
+    c._close_after(caught.value)
+    assert ckpt.steps(root) == [10]
+    os._exit(0 if f"rank {victim}" in str(caught.value) else 3)
+
+
+def late_words(root: str) -> None:
+    """Everything of attempt 1 arrives while attempt 2 waits for rank 1."""
+    rank, state = dist.get_rank(), sharded()
+    with ckpt.Checkpointer(root, deadline_s=60) as c:
+        c.save(10, state).wait()
+        if rank == 1:
+            failpoint.arm(failpoint.parse("upload.before_objects=error"))
+        with pytest.raises(CommitError, match=r"rank 1 failed|FailpointError"):
+            c.save(20, state).wait()
+        first = c._last_attempt
+        dist.barrier()
+        failpoint.arm(failpoint.parse("upload.before_finish=delay:0.7") if rank == 1 else None)
+        handle = c.save(20, state)
+        dist.barrier()
+        assert c._last_attempt != first
+        if rank == 1:
+            own = c._opened()
+            assert isinstance(own, channel.StoreChannel)
+            late = channel._client(os.environ["MASTER_ADDR"], port_of(c), 10.0)
+            for _ in range(2):
+                late.add(f"c/{first}", 1)
+            late.set(f"w/{first}/end", b"ok")
+            late.set(f"w/{first}/out", b"{}")
+            report_failure(
+                open_store(root), generation=1, step=20, attempt=first, writer=1, reason="late news"
+            )
+        assert not handle.done(), "attempt 2 is not finished by what belongs to attempt 1"
+        manifest = handle.wait()
+        assert manifest is not None
+        assert manifest.attempt == c._last_attempt
+        failpoint.arm(None)
+    dist.barrier()
+    assert ckpt.verify(root, 20).ok
+
+
+def port_of(c: ckpt.Checkpointer) -> int:
+    store, key = channel._meeting_place(None)
+    number = int(key.rpartition("/")[2]) - 1  # asking has counted as an opening
+    return int(store.get(f"{key.rpartition('/')[0]}/{number}").decode().split()[1])
+
+
+def no_collective_and_no_device(root: str) -> None:
+    """A default device that holds no data stands for one that is full: whatever is made there cannot be used."""
+    state = sharded()
+    state["b"] = distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Shard(0)])
+    with torch.device("meta"), ckpt.Checkpointer(root) as c:
+        with counted() as found:
+            c.prepare(state)
+            for step in (1, 2):
+                c.save(step, state).wait()
+            c.save(3, state, blocking=True)
+        assert found == [], found
+        # A load passes bytes on over the group; what to read, and who reads it, it plans without.
+        loaded = c.load(state)
+        assert loaded is not None
+        assert torch.empty(1).device.type == "meta", "the fault is there"
+    dist.barrier()
+    assert ckpt.steps(root) == [1, 2, 3]
+
+
+def hsdp_and_tp(root: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    whole = torch.arange(7.0 * 6).view(7, 6)
+    state: dict[str, Any] = {"w": distribute_tensor(whole, mesh, [Replicate(), Shard(0), Shard(1)])}
+    c = ckpt.Checkpointer(root, deadline_s=30)
+    c.save(1, state).wait()
+    if rank == 5:
+        failpoint.arm(failpoint.parse("store.before_link=error"))
+    with pytest.raises(CommitError, match="FailpointError" if rank == 5 else "rank 5 failed"):
+        c.save(2, state).wait()
+    failpoint.arm(None)
+    dist.barrier()
+    c.save(3, state).wait()
+    assert isinstance(state["w"], DTensor)
+    # A sub-group alone: its tensors make up no whole, and the others never come.
+    saving.CHANNEL_TIMEOUT_S = 1.0
+    half = dist.new_group([0, 1, 2, 3])
+    if rank < 2:
+        with pytest.raises(CkptError, match=r"ranks 2, 3|rank 0 to open"):
+            ckpt.Checkpointer(root, half, start_over=True).save(4, {"w": torch.ones(2)})
+    dist.barrier()
+    c.close()
+    assert ckpt.steps(root) == [1, 3]

@@ -1,0 +1,96 @@
+"""Saves on real ranks: killed uploaders and ranks, late words, scripts that end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.ckpt import channel, flight
+
+pytestmark = pytest.mark.slow
+
+Ranks = Callable[..., list[Any]]
+EVERYWHERE = pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.s3)])
+
+
+def root_of(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return request.getfixturevalue("s3_url") if where == "s3" else (tmp_path / "root").as_uri()
+
+
+@pytest.mark.parametrize(
+    "rounds", [25, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_a_save_and_a_barrier_in_every_step(rounds: int, ranks: Ranks, tmp_path: Path) -> None:
+    """CKP-21."""
+    ranks(4, "saving_acts:save_at_every_step", (tmp_path / "root").as_uri(), rounds, timeout_s=800)
+
+
+@EVERYWHERE
+def test_an_uploader_that_is_killed(
+    where: str, ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """CKP-22."""
+    took = ranks(4, "saving_acts:uploader_is_killed", root_of(where, request, tmp_path))
+    assert max(took) < 10
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_is_killed(victim: int, rank_host: Any, tmp_path: Path) -> None:
+    """CKP-22's sibling: the process of a rank dies in the middle of a save. Here with quicker beats."""
+    assert channel.SILENT_S + flight.BEAT_S < 10
+    running = rank_host.start(3, "saving_acts:rank_is_killed", (tmp_path / "root").as_uri(), victim)
+    running._killed.add(victim)
+    ended = running.wait(30)
+    assert [e.code for e in ended] == [-9 if r == victim else 0 for r in range(3)], "\n".join(map(str, ended))
+
+
+def test_late_words_of_an_attempt_that_was_given_up(ranks: Ranks, tmp_path: Path) -> None:
+    """CKP-24."""
+    ranks(2, "saving_acts:late_words", (tmp_path / "root").as_uri())
+
+
+def test_planning_needs_no_collective_and_no_device_memory(ranks: Ranks, tmp_path: Path) -> None:
+    """CKP-26."""
+    ranks(4, "saving_acts:no_collective_and_no_device", (tmp_path / "root").as_uri())
+
+
+def test_hsdp_with_tp_where_one_rank_cannot_write(ranks: Ranks, tmp_path: Path) -> None:
+    """CKP-07."""
+    ranks(8, "saving_acts:hsdp_and_tp", (tmp_path / "root").as_uri())
+
+
+ENDS = {
+    "committed_at_exit": (0, ""),
+    "failed_at_exit": (1, "the save of step 1 failed"),
+    "failed_and_noticed": (0, "noticed"),
+    "failed_before_the_next": (1, "FailpointError"),
+    "interrupted": (-2, "step 1 was still being saved"),
+    "raised_without_close": (1, "ZeroDivisionError"),
+    "failed_in_a_child": (41, "the save of step 1 failed"),
+}
+
+
+def test_the_end_of_a_script(tmp_path: Path) -> None:
+    """CKP-23: the exit code, what is said, how long it takes, and that no process is left behind."""
+    script = Path(__file__).parent / "exit_cases.py"
+    root = f"{tmp_path}/root"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, str(script), root, *ENDS], capture_output=True, text=True, env=environ, timeout=100
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = {line.split(" ", 4)[0]: line.split(" ", 4)[1:] for line in ran.stdout.splitlines()}
+    assert found.keys() == ENDS.keys(), ran.stdout
+    for name, (code, words) in ENDS.items():
+        assert int(found[name][0]) == code, (name, found[name])
+        assert float(found[name][1]) < 30, (name, found[name])
+        assert found[name][2] == "0", ("a process is left behind", name, found[name])
+        assert words in found[name][3], (name, found[name])
+    manifests = [p.relative_to(root).parts[0] for p in Path(root).rglob("manifest.json")]
+    assert manifests == ["committed_at_exit"]
