@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import threading
@@ -209,7 +210,7 @@ class S3Upload:
                 Body=body.again(),
                 ChecksumCRC32=crc,
             )
-            _require_stored(answer, part.views, crc)
+            await _require_stored(answer, part.views, crc)
             return answer
 
         call = self._target.call("create", f"part {number} of {self._words()}")
@@ -277,7 +278,7 @@ class S3Upload:
         )
 
 
-def _require_stored(answer: dict[str, Any], views: Sequence[memoryview], crc: str) -> None:
+async def _require_stored(answer: dict[str, Any], views: Sequence[memoryview], crc: str) -> None:
     """Raises DamagedPartError: what the store says it holds is not what was sent."""
     if found := answer.get("ChecksumCRC32"):
         if found != crc:
@@ -285,13 +286,18 @@ def _require_stored(answer: dict[str, Any], views: Sequence[memoryview], crc: st
                 f"the store found checksum {found} of what it received, and {crc} was sent"
             )
         return
-    md5 = hashlib.md5(usedforsecurity=False)
-    for view in views:
-        md5.update(view)
-    if answer.get("ETag", "").strip('"') != md5.hexdigest():
+    md5 = await asyncio.to_thread(_md5, views)
+    if answer.get("ETag", "").strip('"') != md5:
         raise DamagedPartError(
-            f"the store gives neither the CRC32 of what it received nor its MD5 ({md5.hexdigest()}): {answer.get('ETag')}"
+            f"the store gives neither the CRC32 of what it received nor its MD5 ({md5}): {answer.get('ETag')}"
         )
+
+
+def _md5(views: Sequence[memoryview]) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest()
 
 
 def abort_upload(session: Session, target: Target, upload_id: str, try_s: float) -> None:

@@ -245,6 +245,23 @@ def test_a_part_that_was_answered_and_not_stored(
     require_saved(store)
 
 
+def test_a_store_that_knows_no_crc32_is_checked_by_its_md5(
+    s3_proxy: Any, s3_faults: Any, store: S3ObjectStore
+) -> None:
+    """CKP-36: as older Ceph."""
+
+    def forget_crc(exchange: Any) -> None:
+        answer = exchange.forward()
+        headers = {n: v for n, v in answer.headers.items() if n.lower() != "x-amz-checksum-crc32"}
+        assert len(headers) < len(answer.headers)
+        exchange.send(s3_faults.Answer(answer.status, headers, answer.body))
+
+    fault = s3_proxy.fault("UploadPart", forget_crc, times=None)
+    save(store)
+    assert fault.fired == 3
+    require_saved(store)
+
+
 def test_a_part_that_the_store_took_for_another(s3_proxy: Any, s3_faults: Any, store: S3ObjectStore) -> None:
     """CKP-36: a store that knows no CRC32 and stored other bytes: its ETag is not the MD5 of what was sent."""
 
