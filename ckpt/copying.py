@@ -101,7 +101,8 @@ def copy_into(
 
 def view_bytes(t: torch.Tensor) -> memoryview:
     """The bytes of a tensor for which `is_plain_memory` holds; valid while the tensor lives."""
-    return memoryview(memory_of(t).numpy())
+    array: Any = memory_of(t).numpy()
+    return memoryview(array)
 
 
 def hashable_in_place(shared: Iterable[tuple[str, Box]], leaves: Mapping[str, Leaf]) -> bool:
