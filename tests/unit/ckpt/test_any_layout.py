@@ -32,6 +32,17 @@ Draw = st.DrawFn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Net:
+    """A module and its optimizer: per parameter its shape, its group, and whether it ever had a gradient."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    groups: tuple[int, ...]
+    stepped: tuple[bool, ...]
+    rates: tuple[float, ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """The state as one process holds it: `tensors` and plain `values` by path, and `ties`: second paths of tensors.
 
@@ -42,6 +53,7 @@ class Model:
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
     ties: dict[str, str]
+    net: Net | None = None
 
     def full(self, name: str) -> torch.Tensor:
         return self.tensors[self.ties.get(name, name)]
@@ -76,6 +88,18 @@ def full_tensors(draw: Draw) -> torch.Tensor:
 
 
 @st.composite
+def nets(draw: Draw) -> Net:
+    n, groups = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    return Net(
+        shapes=tuple(tuple(draw(st.lists(st.integers(1, 4), max_size=2))) for _ in range(n)),
+        groups=tuple(draw(st.integers(0, groups - 1)) for _ in range(n)),
+        stepped=tuple(draw(st.booleans()) for _ in range(n)),
+        rates=tuple(draw(st.sampled_from([0.1, 0.2, 0.3])) for _ in range(groups)),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
 def models(draw: Draw) -> Model:
     names = draw(st.lists(paths, min_size=1, max_size=8, unique=True))
     # A path that leads through another would make that one a mapping and a leaf at once.
@@ -93,7 +117,7 @@ def models(draw: Draw) -> Model:
             )  # a mapping is no leaf
         else:
             tensors[name] = draw(full_tensors())
-    return Model(tensors=tensors, values=values, ties=ties)
+    return Model(tensors=tensors, values=values, ties=ties, net=draw(st.none() | nets()))
 
 
 # ---------------------------------------------------------------- layouts
@@ -194,6 +218,54 @@ def layouts(draw: Draw, model: Model) -> Layout:
 # ---------------------------------------------------------------- live states of ranks
 
 
+class LiveNet:
+    """A module whose parameters every rank has, and an AdamW that some of them have taken steps with."""
+
+    def __init__(self, net: Net) -> None:
+        rng = np.random.default_rng(net.seed)
+        self.module = torch.nn.Module()
+        self.parameters = [torch.nn.Parameter(torch.from_numpy(rng.random(s))) for s in net.shapes]
+        for k, p in enumerate(self.parameters):
+            self.module.register_parameter(f"p{k}", p)
+        groups = [
+            {"params": [p for p, g in zip(self.parameters, net.groups, strict=True) if g == k], "lr": rate}
+            for k, rate in enumerate(net.rates)
+        ]
+        self.optimizer = torch.optim.AdamW(groups)
+        for p, stepped in zip(self.parameters, net.stepped, strict=True):
+            if stepped:
+                self.optimizer.state[p] = self._state(p, rng)
+
+    def nbytes(self) -> int:
+        state = [t for s in self.optimizer.state.values() for t in s.values()]
+        return sum(t.numel() * t.element_size() for t in (*self.parameters, *state))
+
+    def spoil(self) -> None:
+        """Other values, and state where there was none and none where there was."""
+        rng = np.random.default_rng(0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 9.0
+        for p in self.parameters:
+            p.data.fill_(-7)
+            if self.optimizer.state.pop(p, None) is None:
+                self.optimizer.state[p] = self._state(p, rng)
+
+    def differs(self, other: LiveNet) -> str:
+        if [g["lr"] for g in self.optimizer.param_groups] != [g["lr"] for g in other.optimizer.param_groups]:
+            return "a learning rate"
+        for k, (p, q) in enumerate(zip(self.parameters, other.parameters, strict=True)):
+            mine, its = self.optimizer.state.get(p, {}), other.optimizer.state.get(q, {})
+            if not torch.equal(p, q) or mine.keys() != its.keys():
+                return f"p{k}, or which state it has"
+            if any(not torch.equal(mine[key], its[key]) for key in mine):
+                return f"the state of p{k}"
+        return ""
+
+    def _state(self, p: torch.Tensor, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        moments = {key: torch.from_numpy(rng.random(tuple(p.shape))) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.tensor(float(rng.integers(100))), **moments}
+
+
 class RankState:
     """One rank's nested state, and its parts by path."""
 
@@ -209,12 +281,21 @@ class RankState:
             self._put(name, self.parts[first].live)
         for name, value in model.values.items():
             self._put(name, value)
+        self.net = None if model.net is None else LiveNet(model.net)
+        if self.net is not None:
+            self.tree |= {"net": self.net.module, "optim": self.net.optimizer}
+
+    def nbytes(self) -> int:
+        """Of what does not come from `placings`."""
+        return 0 if self.net is None else self.net.nbytes()
 
     def spoil(self) -> None:
         for part in self.parts.values():
             part.spoil()
         for name in self._model.values:
             self._put(name, "spoiled")
+        if self.net is not None:
+            self.net.spoil()
 
     def check(self) -> None:
         for name, part in self.parts.items():
@@ -222,6 +303,8 @@ class RankState:
         for name, value in self._model.values.items():
             found = self._container(name)[name.rpartition(".")[2]]
             assert repr(found) == repr(value), name  # repr tells 1 from True and 1.0
+        if self.net is not None and self._model.net is not None:
+            assert not (wrong := self.net.differs(LiveNet(self._model.net))), wrong
 
     def _put(self, name: str, value: Any) -> None:
         self._container(name)[name.rpartition(".")[2]] = value
@@ -246,7 +329,9 @@ def reshard(model: Model, layouts: list[Layout]) -> None:
     distinct = sum(t.numel() * t.element_size() for t in map(model.full, layouts[0].placings))
     ranks = states_of(model, layouts[0])
     manifest = virtual.save([r.tree for r in ranks], store)
-    assert sum(o.data_nbytes for o in manifest.objects) == distinct, "every distinct element once"
+    assert sum(o.data_nbytes for o in manifest.objects) == distinct + ranks[0].nbytes(), (
+        "every distinct element once"
+    )
     for layout in layouts:
         ranks = states_of(model, layout)
         for r in ranks:
