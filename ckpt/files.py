@@ -176,6 +176,10 @@ def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
             return ObjectStoreDeniedError(
                 f"{said}; a file stands where a folder should, or the reverse: choose another root"
             )
+        case errno.EFBIG:
+            return ObjectStoreDeniedError(
+                f"{said}; the file system or `ulimit -f` allows no file of this size: choose another root, or raise the limit"
+            )
         case errno.ENOSPC | errno.EDQUOT:
             return ObjectStoreUnavailableError(f"{said}; free some space (retention: keep=)")
         case _:
@@ -280,7 +284,13 @@ class FileUpload:
     def finish(self) -> None:
         require_size(self._store.root, self._key, self._written, self._size)
         with self._store.mapped("create", self._key):
-            _finish(self._fd, self._temporary, self._path)
+            try:
+                _finish(self._fd, self._temporary, self._path)
+            except FileNotFoundError as e:
+                raise ObjectStoreError(
+                    f"{self._store.root}: cannot create {self._key}: its temporary {self._temporary.name} is gone; somebody ended "
+                    f"the upload: was this writer taken for dead?"
+                ) from e
         self.abort()
 
     def abort(self) -> None:

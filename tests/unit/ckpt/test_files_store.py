@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from surefoot import failpoint
-from surefoot.ckpt.files import FileObjectStore
+from surefoot.ckpt.files import OPEN_READERS, FileObjectStore
 from surefoot.ckpt.store import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreDeniedError,
+    ObjectStoreError,
     ObjectStoreUnavailableError,
+    Unfinished,
     open_store,
 )
 
@@ -91,6 +94,56 @@ def test_a_full_disk_says_so(monkeypatch: pytest.MonkeyPatch, store: FileObjectS
     monkeypatch.setattr(os, "open", open_full)
     with pytest.raises(ObjectStoreUnavailableError, match="free some space"):
         store.create("k", b"x" * 100)
+
+
+def test_a_file_size_limit_says_so(store: FileObjectStore, tmp_path: Path) -> None:
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, was[1]))
+    try:
+        with pytest.raises(ObjectStoreDeniedError, match="ulimit -f"):
+            store.create("a/k", bytes(2**21))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+    assert store.unfinished("") == []
+
+
+def test_a_writer_whose_temporary_was_discarded_learns_it(store: FileObjectStore) -> None:
+    upload = store.upload("a/k", 4, deadline_s=1.0)
+    for left in store.unfinished("a/"):
+        store.discard(left)
+    upload.put(memoryview(b"data"))
+    with pytest.raises(ObjectStoreError, match=r"a/k: its temporary .* taken for dead"):
+        upload.finish()
+    upload.abort()
+    assert store.list("") == store.unfinished("") == []
+
+
+def test_only_temporaries_are_discarded(store: FileObjectStore) -> None:
+    store.create("a/k", b"data")
+    for token in ("a/k", "../.tmp-x", "k"):
+        with pytest.raises(ValueError, match="is no"):
+            store.discard(Unfinished(key="a/k", token=token, begun_at=0.0))
+    assert store.read("a/k") == b"data"
+
+
+def test_descriptors_of_a_reader_are_few_and_know_what_was_deleted(
+    store: FileObjectStore, tmp_path: Path
+) -> None:
+    found = bytearray(3)
+    for i in range(3 * OPEN_READERS):
+        store.create(f"a/{i}", b"%03d" % i)
+        assert store.read_into(f"a/{i}", 0, [memoryview(found)]) == 3
+        assert found == b"%03d" % i
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if still_open(fd)]
+    assert sum(str(tmp_path) in path for path in held) == OPEN_READERS
+    newest = f"a/{3 * OPEN_READERS - 1}"
+    (tmp_path / "root" / newest).unlink()
+    with pytest.raises(ObjectMissingError):
+        store.read_into(newest, 0, [memoryview(found)])
+
+
+def still_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
 def test_a_missing_root_is_empty(store: FileObjectStore) -> None:
