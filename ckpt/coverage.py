@@ -190,7 +190,7 @@ def _wrong_of(metas: Sequence[TensorMeta], numbers: Ints, c: BoxColumns) -> list
     if dims > TOGETHER_DIMS_MAX or sum(points) > GRID_POINTS_MAX:
         return _wrong_one_by_one(metas, numbers, c)
     at = np.searchsorted(numbers, c.tensor)  # the row of each box's tensor
-    outside = (c.offset + c.extent > shapes[at]).any(axis=1)
+    outside = (c.offset + c.extent > shapes[at]).any(axis=1) & (c.extent > 0).all(axis=1)
     if outside.any():
         return [int(numbers[at[outside]].min())]
     starts = np.concatenate([[0], np.cumsum(np.array(points, np.int64))]).astype(np.int64)

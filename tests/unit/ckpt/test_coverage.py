@@ -93,6 +93,11 @@ def test_overlap_and_hole_are_named_with_tensor_element_and_box() -> None:
     assert said.startswith("layer7 of shape [7, 3]: element [5, 1] is covered 0 times, by no box")
 
 
+def test_a_box_without_elements_covers_nothing_wherever_it_lies() -> None:
+    assert refusal({"w": ((0,), [Box((1,), (0,))])}) is None
+    assert refusal({"w": ((2,), [Box((0,), (2,)), Box((2**62,), (0,))])}) is None
+
+
 def test_a_tensor_that_nobody_stores_is_a_hole_unless_it_is_empty() -> None:
     assert refusal({"w": ((0, 4), [])}) is None
     assert "element [0, 0] is covered 0 times" in (refusal({"w": ((1, 4), [])}) or "")
