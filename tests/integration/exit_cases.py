@@ -51,7 +51,7 @@ def interrupted(root: str) -> None:
     from surefoot.ckpt import handles, saving
 
     handles.GRACE_S = saving.GRACE_S = 0.5
-    failpoint.arm(failpoint.parse("upload.before_finish=delay:60"))
+    failpoint.arm(failpoint.parse("upload.before_finish=delay:300"))
     with ckpt.Checkpointer(root) as c:
         c.save(1, STATE)
         raise KeyboardInterrupt
@@ -61,7 +61,7 @@ def raised_without_close(root: str) -> None:
     from surefoot.ckpt import handles
 
     handles.GRACE_S = 0.5
-    failpoint.arm(failpoint.parse("upload.before_finish=delay:60"))
+    failpoint.arm(failpoint.parse("upload.before_finish=delay:300"))
     c = ckpt.Checkpointer(root)
     c.save(1, STATE)
     raise ZeroDivisionError
@@ -77,18 +77,23 @@ def failed_in_a_child(root: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     root, names = sys.argv[1], sys.argv[2:]
+    begun, running = time.monotonic(), {}
     for name in names:
-        with tempfile.TemporaryFile() as said:
-            begun = time.monotonic()
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(said.fileno(), 2)
-                globals()[name](f"{root}/{name}")
-                return  # and the interpreter ends as it does for any script
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said = tempfile.TemporaryFile()  # noqa: SIM115  (closed when its case has ended)
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(said.fileno(), 2)
+            globals()[name](f"{root}/{name}")
+            return  # and the interpreter ends as it does for any script
+        running[pid] = (name, said)
+    while running:
+        pid, status = os.waitpid(-1, 0)
+        name, said = running.pop(pid)
+        took_s = time.monotonic() - begun
+        with said:
             said.seek(0)
             text = said.read().decode().replace("\n", " | ")
-        took_s = time.monotonic() - begun
+        code = os.waitstatus_to_exitcode(status)
         print(f"{name} {code} {took_s:.1f} {left_behind(f'{root}/{name}')} {text}", flush=True)
 
 

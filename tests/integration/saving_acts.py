@@ -79,6 +79,7 @@ def quick() -> None:
     """The same in less time."""
     flight.BEAT_S = 0.1
     channel.SILENT_S = 1.5
+    channel.GOODBYE_S = 0.2
 
 
 def uploader_of(c: ckpt.Checkpointer) -> int:

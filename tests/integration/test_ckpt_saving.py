@@ -24,7 +24,7 @@ def root_of(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "rounds", [25, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+    "rounds", [15, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
 def test_a_save_and_a_barrier_in_every_step(rounds: int, ranks: Ranks, tmp_path: Path) -> None:
     """CKP-21."""
@@ -89,7 +89,7 @@ def test_the_end_of_a_script(tmp_path: Path) -> None:
     assert found.keys() == ENDS.keys(), ran.stdout
     for name, (code, words) in ENDS.items():
         assert int(found[name][0]) == code, (name, found[name])
-        assert float(found[name][1]) < 30, (name, found[name])
+        assert float(found[name][1]) < 60, (name, found[name])
         assert found[name][2] == "0", ("a process is left behind", name, found[name])
         assert words in found[name][3], (name, found[name])
     manifests = [p.relative_to(root).parts[0] for p in Path(root).rglob("manifest.json")]
