@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from surefoot.controller.etcd import EmbeddedEtcd, start_etcd
 from surefoot.controller.store import CoordStore, connect
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Two cores are shared by whatever runs: a slow example is no failure, and pytest-timeout ends one that hangs.
+settings.register_profile("surefoot", deadline=None)
+settings.load_profile("surefoot")
 # A shell ignores SIGINT for what it starts in the background, and children inherit that: tests of Ctrl-C would find
 # processes that are deaf to it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
