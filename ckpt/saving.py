@@ -67,6 +67,8 @@ class Checkpointer:
             straight from live memory, and `save` returns when this rank's part is stored.
         deadline_s: how long one save may take until it is given up.
         start_over: the first save may leave behind what the root holds, although nothing was loaded.
+        busy: what `save` does while the one before it is still under way: ``"wait"`` for it, or ``"skip"`` this step on all ranks, with
+            a warning, so that training goes on while the object store is slow or away; the next save that is due is tried again.
         resume_tries: how many starts may die after resuming from the newest step until a load takes the one before it (see
             ckpt/aside.py); None: any number.
     """
@@ -83,6 +85,7 @@ class Checkpointer:
         memory_budget: int | None = None,
         deadline_s: float = 600.0,
         start_over: bool = False,
+        busy: Literal["wait", "skip"] = "wait",
         resume_tries: int | None = RESUME_TRIES,
     ) -> None:
         self._cadence = Cadence(every, every_s)
@@ -92,6 +95,7 @@ class Checkpointer:
         self._memory_budget = memory_budget
         self._deadline_s = deadline_s
         self._start_over = start_over
+        self._skips = busy == "skip"
         self._resume_tries = resume_tries
         self._resume: Resume | None = None
         self._channel: Channel | None = None
@@ -101,6 +105,8 @@ class Checkpointer:
         self._generation: int | None = None
         self._in_flight: SaveHandle | None = None
         self._last_attempt = ""
+        self._last_commit: tuple[int, float] | None = None
+        """On rank 0: its step, and when, on the monotonic clock."""
         self._swept = False
         self._fenced: FencedError | None = None
 
@@ -165,6 +171,9 @@ class Checkpointer:
         handle = SaveHandle(step)
         uploading = self._in_flight is not None and not self._in_flight.done()
         if not self._cadence.due(step, self._opened, lambda: read_records(self._store), uploading=uploading):
+            handle.finish(None)
+            return handle
+        if self._skips and not blocking and self._under_way(step):
             handle.finish(None)
             return handle
         self._settle()
@@ -253,6 +262,26 @@ class Checkpointer:
         if self._equipment is None:
             self._equipment = Equipment(self._store, self._opened(), self._memory_budget)
         return self._equipment
+
+    def _under_way(self, step: int) -> bool:
+        """Is the save before this one still under way on any rank? All hear the same."""
+        before = self._in_flight
+        mine = b"1" if before is not None and not before.done() else b""
+        channel = self._opened()
+        busy = bool(channel.decide(mine, lambda words: b"1" if any(words) else b""))
+        if busy and channel.rank == 0 and before is not None:
+            age = "nothing is committed yet"
+            if self._last_commit is not None:
+                committed, at = self._last_commit
+                age = f"the last commit, of step {committed}, is {time.monotonic() - at:.0f} s old"
+            _log.warning(
+                "step %d is not saved: step %d is still on its way to %s; %s",
+                step,
+                before.step,
+                self._store.root,
+                age,
+            )
+        return busy
 
     def _settle(self) -> None:
         """Wait for the save in flight, and raise its error unless somebody has heard it from the handle."""
@@ -359,12 +388,13 @@ class Checkpointer:
             facts={"host": socket.gethostname(), "pid": os.getpid(), **self._cadence.facts()},
             retention=self._retention,
             sweep=not self._swept,
-            committed=self._note_commit,
+            committed=lambda: self._note_commit(place.step),
             stale_words=words_of_attempt(stale) if stale and rank == 0 else (),
         )
 
-    def _note_commit(self) -> None:
+    def _note_commit(self, step: int) -> None:
         """On rank 0, by the flight: the step is committed."""
+        self._last_commit = (step, time.monotonic())
         self._swept = True
         self._settle_resume()
 

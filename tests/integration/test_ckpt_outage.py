@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from homes import Home
+from ranks import RankHost
 
 from surefoot.ckpt.inspect import list_checkpoints
 from surefoot.ckpt.store import ObjectStore, open_store
@@ -37,6 +38,34 @@ ranks_per_node = 1
 [checkpoint]
 every_steps = 20
 """
+
+
+def test_on_ones_own(
+    rank_host: RankHost, s3_proxy: Any, s3_faults: Any, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    """Saves that are due while one cannot get through are skipped on all ranks, and the log says why."""
+    over = tmp_path / "over"
+    running = rank_host.start(2, "outage_acts:train", s3_proxy.root, str(over))
+
+    def reached() -> int:
+        return max(map(int, re.findall(r"^step (\d+)$", running.log(0), re.MULTILINE)), default=0)
+
+    store = open_store(s3_proxy.root)
+    eventually(lambda: reached() and list_checkpoints(store), within_s=30, what="a first commit")
+    fault = s3_proxy.fault("*", s3_faults.status(503, "SlowDown"), times=None)
+    at = reached()
+    eventually(lambda: reached() >= at + 100 and fault.fired >= 5, within_s=40, what="steps go on")
+    fault.stop()
+    over.touch()
+    ended = running.wait(60)
+    assert [e.code for e in ended] == [0, 0], "\n".join(map(str, ended))
+    newest, seen_over = ended[0].value
+    assert re.search(r"step \d+ is not saved: .*the last commit, of step \d+, is \d+ s old", ended[0].log)
+    assert newest > seen_over > at
+    steps = [row.step for row in list_checkpoints(store)]
+    assert steps[-1] == newest
+    assert set(range(20, newest, 20)) - set(steps), "some were skipped"
+    assert verify_step(store, None).problems == ()
 
 
 @pytest.mark.soak
