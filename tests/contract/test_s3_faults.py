@@ -281,13 +281,13 @@ def test_a_part_that_the_store_took_for_another(s3_proxy: Any, s3_faults: Any, s
 
 def test_a_part_that_is_never_answered_has_a_deadline(s3_proxy: Any, s3_faults: Any) -> None:
     """CKP-37: one deadline for the part, one for the upload; the error names key and upload."""
-    store = store_at(s3_proxy.root, try_s=0.5)
+    store = store_at(s3_proxy.root, try_s=0.3)
     fault = s3_proxy.fault("UploadPart", s3_faults.stall(), part=2, times=None)
     begun = time.monotonic()
     with pytest.raises(
         ObjectStoreUnavailableError, match=r"cannot create k \(part 2 of upload \w+\).* no answer"
     ):
-        save(store, deadline_s=3.0)
+        save(store, deadline_s=2.2)
     assert time.monotonic() - begun < 6.0
     assert fault.fired >= 2
     assert store.unfinished("") == []
@@ -295,7 +295,7 @@ def test_a_part_that_is_never_answered_has_a_deadline(s3_proxy: Any, s3_faults: 
 
 def test_a_part_that_is_not_answered_once_goes_another_way(s3_proxy: Any, s3_faults: Any) -> None:
     """CKP-37"""
-    store = store_at(s3_proxy.root, try_s=0.5)
+    store = store_at(s3_proxy.root, try_s=0.3)
     fault = s3_proxy.fault("UploadPart", s3_faults.stall(), part=1)
     save(store)
     assert fault.fired == 1
