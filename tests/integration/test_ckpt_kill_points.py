@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +178,14 @@ def objects_of(root: str) -> dict[str, bytes]:
 # ---------------------------------------------------------------- tests
 
 
-def test_at_every_point_on_files(on_files: MakeSeries) -> None:
-    """CKP-31, first series."""
+def test_around_every_object_on_files(on_files: MakeSeries) -> None:
+    """CKP-31, first series: before and after every name and in the middle of every object's bytes. (All points: soak.)"""
     series = on_files("first")
     points = series.record()
     assert {p.what for p in points} >= {"open", "write", "fsync", "link", "unlink", "mkdir"}
-    series.hit_all(before_each(points))
+    assert {p.role for p in points} == {"rank0", "rank0's child"}, "the uploader is watched as well"
+    names = [p for p in points if p.what == "link" or (p.what == "unlink" and p.nth == 1)]
+    series.hit_all([*before_each(names), *in_the_middle(points)])
 
 
 @pytest.mark.s3
@@ -218,3 +220,21 @@ def test_at_every_point_and_random_bytes_on_s3(on_s3: MakeSeries, name: str) -> 
     points = series.record()
     assert {"PUT", "GET"} <= {p.name.partition(" ")[0] for p in points}
     series.hit_all([*before_each(points), *in_the_middle(points)])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_when_one_of_the_two_dies_alone_on_files(on_files: MakeSeries) -> None:
+    """CKP-22 at every point: an uploader that dies is an error with the rank's name; a rank that dies takes its uploader along."""
+    series = on_files("first")
+    for kill in before_each(series.record()):
+        root, log, (ended,) = series.victim(replace(kill, alone=True))
+        assert fired(log)
+        line = require_whole(root)
+        assert line in ([20], [20, 40])
+        if "child" in kill.role:
+            assert ended.code in (0, 1), str(ended)
+            assert ended.code == 0 or "rank 0" in ended.error
+            assert line == [20, 40] or ended.code == 1
+        else:
+            assert ended.code == KILLED
