@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.errors import ReplicasDifferError
+from surefoot.ckpt.errors import CommitError, ReplicasDifferError
 
 NAMED_MAX = 8
 """Ranks that a message lists of each kind."""
+NAMED_CHARACTERS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,16 @@ def label(name: str, box: Box) -> str:
 
 
 def parse_label(text: str) -> tuple[str, Box]:
-    """The other way. Raises ValueError."""
+    """The other way. Raises CommitError: it names no box."""
     name, bracket, inside = text.rpartition("[")
-    if not bracket or not inside.endswith("]"):
-        raise ValueError(f"{text!r} names no box")
-    sides = [side.split(":") for side in inside[:-1].split(",") if side]
-    spans = [(int(a), int(b)) for a, b in sides]
-    return name, Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+    try:
+        spans = [tuple(map(int, side.split(":"))) for side in inside.removesuffix("]").split(",") if side]
+        box = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+    except ValueError:
+        box = None
+    if not bracket or not inside.endswith("]") or box is None:
+        raise CommitError(f"a part record has a hash of {text[:NAMED_CHARACTERS_MAX]!r}, which names no box")
+    return name, box
 
 
 def dissents(checksums: Mapping[int, Mapping[str, str]]) -> list[Dissent]:
@@ -54,7 +58,7 @@ def dissents(checksums: Mapping[int, Mapping[str, str]]) -> list[Dissent]:
     Args:
         checksums: by rank, then by the box's label.
 
-    Raises ValueError for a label that is none.
+    Raises CommitError for a label that is none.
     """
     first: dict[str, str] = {}
     differ: set[str] = set()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from surefoot.ckpt import tiers
 from surefoot.ckpt.boxes import Box, whole
 from surefoot.ckpt.dealing import SPLIT_NBYTES
-from surefoot.ckpt.errors import ReplicasDifferError
+from surefoot.ckpt.errors import CommitError, ReplicasDifferError
 from surefoot.ckpt.record import Record, StartRef, create_record
 from surefoot.ckpt.replicas import dissents, label, parse_label, require_equal
 from surefoot.ckpt.store import MemoryObjectStore
@@ -72,6 +72,14 @@ def test_a_message_stays_short() -> None:
 def test_labels(name: str, sides: list[tuple[int, int]]) -> None:
     box = Box(tuple(o for o, _ in sides), tuple(e for _, e in sides))
     assert parse_label(label(name, box)) == (name, box)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "w", "w[", "w]", "w[0:4", "w[0]", "w[a:b]", "w[0:1:2]", "w[" + "1" * 5000 + ":2]"]
+)
+def test_a_hash_of_no_box_is_refused(text: str) -> None:
+    with pytest.raises(CommitError, match="names no box"):
+        require_equal({0: {text: "a"}, 1: {text: "b"}}, "step 20")
 
 
 @given(st.dictionaries(st.integers(0, 6), st.sampled_from("abc"), min_size=1))
