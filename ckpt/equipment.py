@@ -46,16 +46,15 @@ class Equipment:
 
         Neither is waited for: the buffer is touched and the process starts while the caller goes on.
         """
-        needed, expected = self.live.staged_nbytes(), self.live.expected_nbytes()
-        budget = self._memory_budget
-        if budget is not None:
-            expected = max(needed, min(expected, budget))
+        needed, budget = self.live.staged_nbytes(), self._memory_budget
         if budget is not None and needed > budget:
             return self._refuse(
                 f"staging the state takes {needed} bytes on this rank, and memory_budget is {budget}"
             )
         if self._buffer is None or self._buffer.nbytes < needed:
             self._drop_buffer()
+            expected = self.live.expected_nbytes()
+            expected = expected if budget is None else max(needed, min(expected, budget))
             try:
                 self._buffer = StagingBuffer(expected)
             except OSError as e:

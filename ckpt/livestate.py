@@ -33,11 +33,13 @@ class LiveState:
         self._layout: RankLayout | None = None
         self._found = Collected()
         self._side = SideStreams()
-        self._in_place = True
+        self._in_place: bool | None = None
+        """Whether all shared boxes can be hashed where they lie; None until it is asked for."""
 
     def look(self, state: Mapping[str, Any]) -> bool:
         """Walk the state; True where its layout is another than the known one, or none is known. Raises StateError."""
         self._found = collect(state, self._rank)
+        self._in_place = None
         self._tensors = tuple(leaf.layout() for leaf in self._found.leaves.values())
         return self._layout is None or not self._layout.fits(self._tensors, self._found.aliases)
 
@@ -68,8 +70,9 @@ class LiveState:
     def staged_nbytes(self) -> int:
         """How much of the buffer `stage` fills."""
         s = self.layout.structure
-        shared = ((b.name, b.box) for b in s.shared)
-        self._in_place = hashable_in_place(shared, self._found.leaves)
+        if self._in_place is None:
+            shared = ((b.name, b.box) for b in s.shared)
+            self._in_place = hashable_in_place(shared, self._found.leaves)
         return s.written_nbytes if self._in_place else s.data_nbytes
 
     def expected_nbytes(self) -> int:
