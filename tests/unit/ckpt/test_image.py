@@ -55,11 +55,11 @@ def test_one_flipped_bit_is_found(where: int) -> None:
 
 def test_a_bit_in_what_is_only_kept_is_found() -> None:
     images = make_images(arrays(), 2)
-    structure = read_image(images[1]).meta.structure
-    assert structure.kept, "a replica that rank 0 writes"
-    images[1][PAGE_NBYTES + structure.kept_start] ^= 1
-    assert kind_of(images[1]) == "corrupt"
-    assert read_image(images[1]).rank == 1
+    structure = read_image(images[0]).meta.structure
+    assert structure.kept, "a replica that rank 1 writes"
+    images[0][PAGE_NBYTES + structure.kept_start] ^= 1
+    assert kind_of(images[0]) == "corrupt"
+    assert read_image(images[0]).rank == 0
 
 
 @pytest.mark.parametrize(
