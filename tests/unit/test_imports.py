@@ -47,7 +47,7 @@ PURE = (
     # Arrays over all ranks or pieces: numpy computes, and does no IO.
     *("ckpt.plan", "ckpt.boxes", "ckpt.layouts", "ckpt.dealing", "ckpt.coverage", "ckpt.merge"),
     *("ckpt.sound", "ckpt.replicas", "ckpt.values"),
-    *("ckpt.interval", "ckpt.orphans", "ckpt.progress", "ckpt.resharding", "ckpt.stformat"),
+    *("ckpt.agreeing", "ckpt.interval", "ckpt.orphans", "ckpt.progress", "ckpt.resharding", "ckpt.stformat"),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),
 )
 PURE_MAY_USE = (
