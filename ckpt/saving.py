@@ -31,6 +31,7 @@ from surefoot.ckpt.flight import Flight, Terms, words_of_attempt
 from surefoot.ckpt.generation import open_generation
 from surefoot.ckpt.handles import GRACE_S, SaveHandle
 from surefoot.ckpt.jobs import UploadMsg
+from surefoot.ckpt.livestate import no_collection
 from surefoot.ckpt.loading import Loaded, find_line, load_agreed, note_start
 from surefoot.ckpt.manifest import Manifest, ManifestRef
 from surefoot.ckpt.record import StartRef, list_manifests, read_records
@@ -180,10 +181,11 @@ class Checkpointer:
         if self._fenced is not None:
             raise self._fenced
         equipment = self._equipped()
-        try:
-            self._begin(handle, state, cursor, extra, blocking=blocking)
-        finally:
-            equipment.live.forget()
+        with no_collection():
+            try:
+                self._begin(handle, state, cursor, extra, blocking=blocking)
+            finally:
+                equipment.live.forget()
         self._cadence.saved(time.monotonic() - begun)
         if blocking:
             self._settle()
