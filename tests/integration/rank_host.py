@@ -8,6 +8,7 @@ and did not end becomes its child.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -20,11 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.nn.parallel
+from botocore.loaders import JSONFileLoader
 
 import surefoot.ckpt.s3
 import surefoot.ckpt.saving  # noqa: F401
@@ -67,7 +70,19 @@ def warm_up() -> None:
     p = torch.nn.Parameter(torch.ones(1))
     p.grad = torch.zeros(1)
     torch.optim.AdamW([p]).step()
+    warm_up_s3()
     assert linux.threads_running() == 1, "a process that forks has one thread"
+
+
+def warm_up_s3() -> None:
+    """Each S3 client parses the description of the service, which takes 0.3 s: once here, and the ranks find it parsed."""
+    parse = functools.cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda self, file_path: parse(file_path)
+    loader = botocore.session.get_session().get_component("data_loader")
+    for kind in ("service-2", "endpoint-rule-set-1", "paginators-1", "waiters-2"):
+        loader.load_service_model("s3", kind)
+    for data in ("endpoints", "partitions", "_retry", "sdk-default-configuration"):
+        loader.load_data(data)
 
 
 def play(act: Act, test: Connection) -> None:
