@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from surefoot.ckpt.inspect import steps
     from surefoot.ckpt.loading import Loaded, read
     from surefoot.ckpt.manifest import Manifest
-    from surefoot.ckpt.saving import Checkpointer, SaveHandle, load, save
+    from surefoot.ckpt.oneshot import load, save
+    from surefoot.ckpt.saving import Checkpointer, SaveHandle
     from surefoot.ckpt.verifying import Report, verify
 
 __all__ = [
@@ -44,8 +45,8 @@ _HOMES = {
     "PerRank": "declared",
     "Checkpointer": "saving",
     "SaveHandle": "saving",
-    "save": "saving",
-    "load": "saving",
+    "save": "oneshot",
+    "load": "oneshot",
     "Loaded": "loading",
     "read": "loading",
     "steps": "inspect",

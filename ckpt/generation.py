@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 from collections.abc import Collection, Iterable, Mapping
 
-from surefoot.ckpt.errors import CkptWorldError
+from surefoot.ckpt.errors import CkptUserError, CkptWorldError
 from surefoot.ckpt.probe import ensure_exclusive
 from surefoot.ckpt.record import (
     ManifestRef,
@@ -32,6 +35,21 @@ class StaleStartError(CkptWorldError):
             f"choose another root, or pass start_over=True to leave those steps behind"
         )
         self.newest = newest
+
+
+def open_alone(
+    store: ObjectStore, start: StartRef, step: int, *, seen: Collection[ManifestRef] | None
+) -> int:
+    """`open_generation` for this process, whose first save is of `step`.
+
+    Raises CkptUserError where that is not beyond `start`, and as `open_generation`.
+    """
+    if step <= start.step:
+        raise CkptUserError(
+            f"step {step} is not newer than step {start.step}, which this start continues from: save under a higher number"
+        )
+    created_by = f"alone:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+    return open_generation(store, start, seen=seen, created_by=created_by)
 
 
 def open_generation(

@@ -28,12 +28,12 @@ from surefoot.ckpt.channel import Channel, open_channel
 from surefoot.ckpt.equipment import Equipment
 from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError, CommitError, FencedError
 from surefoot.ckpt.flight import Flight, Terms, words_of_attempt
-from surefoot.ckpt.generation import open_generation
+from surefoot.ckpt.generation import open_alone
 from surefoot.ckpt.handles import GRACE_S, SaveHandle
 from surefoot.ckpt.jobs import UploadMsg
 from surefoot.ckpt.livestate import no_collection
 from surefoot.ckpt.loading import Loaded, find_line, load_agreed, note_start
-from surefoot.ckpt.manifest import Manifest, ManifestRef
+from surefoot.ckpt.manifest import ManifestRef
 from surefoot.ckpt.record import StartRef, list_manifests, read_records
 from surefoot.ckpt.restore import read_manifest
 from surefoot.ckpt.retention import Retention
@@ -41,7 +41,7 @@ from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
 from surefoot.ckpt.upload import Attempt
 from surefoot.ckpt.writer import KILL_AFTER_S
 
-__all__ = ["Checkpointer", "SaveHandle", "load", "save"]
+__all__ = ["Checkpointer", "SaveHandle"]
 
 _log = logging.getLogger(__name__)
 
@@ -439,7 +439,8 @@ class Checkpointer:
         def open_it(_: list[bytes]) -> bytes:
             nonlocal error
             try:
-                return str(self._open_generation(step)).encode()
+                seen = None if self._start_over else self._seen
+                return str(open_alone(self._store, self._start, step, seen=seen)).encode()
             except (CkptError, ObjectStoreError) as e:
                 error = e
                 return f"!{e}".encode()
@@ -449,46 +450,3 @@ class Checkpointer:
             raise error or CkptWorldError(f"rank 0 could not open a generation: {answer[1:]}")
         self._generation = int(answer)
         return self._generation
-
-    def _open_generation(self, step: int) -> int:
-        if step <= self._start.step:
-            raise CkptUserError(
-                f"step {step} is not newer than step {self._start.step}, which this start continues from: save under a higher number"
-            )
-        created_by = f"alone:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
-        seen = None if self._start_over else self._seen
-        return open_generation(self._store, self._start, seen=seen, created_by=created_by)
-
-
-# ---------------------------------------------------------------- one-shot
-
-
-def save(
-    root: str, step: int, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None, **options: Any
-) -> Manifest:
-    """Save once, straight from live memory, and return when it is committed. Continues from the newest step in the root, which
-    must be an older one. Collective.
-
-    Options: those of `Checkpointer`, and `cursor` and `extra` of its `save`.
-    """
-    given = {k: options.pop(k) for k in ("cursor", "extra") if k in options}
-    manifest: Manifest | None = None
-    with Checkpointer(root, group, **options) as c:
-        if not options.get("start_over"):
-            c.continue_from_newest()
-        manifest = c.save(step, state, blocking=True, **given).wait()
-    assert manifest is not None, "a one-shot save is always due"
-    return manifest
-
-
-def load(
-    root: str,
-    state: Mapping[str, Any],
-    step: int | None = None,
-    *,
-    strict: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> Loaded | None:
-    """Load once: see `Checkpointer.load`. Collective."""
-    with Checkpointer(root, group) as c:
-        return c._load(state, step, strict=strict)

@@ -130,6 +130,7 @@ DOORS: dict[str, tuple[str, ...]] = {
                 "ckpt.wrapped",
             ),
             "ckpt.saving",
+            "ckpt.oneshot",
             "ckpt.loading",
             "ckpt.carrying",
             "ckpt.fetching",
