@@ -14,7 +14,9 @@ def chapter(package: str) -> str:
     """What the map says of a package: from its name in bold to the next one, or to the next heading."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     after = text.split(f"\n**{package}/**", 1)[1]
-    return re.split(r"\n\*\*\w|\n## ", after, maxsplit=1)[0]
+    text = re.split(r"\n\*\*\w|\n## ", after, maxsplit=1)[0]
+    # Of a table, the first column: the second says what the modules do.
+    return "\n".join(line.split("|")[1] if line.startswith("|") else line for line in text.splitlines())
 
 
 @pytest.mark.parametrize("package", ["agent", "chaos", "ckpt", "controller", "loader"])
