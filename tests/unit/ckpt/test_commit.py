@@ -279,9 +279,7 @@ def test_no_acknowledgement_without_the_look_for_a_higher_record(store: FaultySt
         ),
     ],
 )
-def test_ranks_that_disagree_are_refused(
-    store: FaultyStore, options: dict[str, Callable[..., Any]], words: str
-) -> None:
+def test_ranks_that_disagree_are_refused(store: FaultyStore, options: dict[str, Any], words: str) -> None:
     outcome = save(store, 20, **options)
     assert re.search(words, reason(outcome))
     assert "gen-0001/step-0000000020/manifest.json" not in store.created
