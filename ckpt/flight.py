@@ -131,13 +131,18 @@ class Flight:
         self._give_up = self._begun + terms.deadline_s
         self._name = f"step {terms.place.step}"
         self._attempt = terms.place.attempt
+        self._thread = threading.Thread(target=self._run, name=f"ckpt-save-{terms.place.step}", daemon=True)
         self._noted = False
         self._committed_here = False
 
     def start(self) -> None:
         self._handle.begin()
         # A daemon: the end of the interpreter waits by the handle, for as long as is worth it.
-        threading.Thread(target=self._run, name=f"ckpt-save-{self._terms.place.step}", daemon=True).start()
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until it has tidied up as well."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         error: Exception | None = None
@@ -150,6 +155,10 @@ class Flight:
             error = error or e
         _log.debug("%s: %s after %.3f s", self._name, error or "committed", time.monotonic() - self._begun)
         self._handle.finish(None if error is not None else self._read_manifest, error)
+        if (
+            self._committed_here and error is None
+        ):  # nobody has to wait for this but `close` and the next save
+            tidy(self._store, self._terms.retention, self._terms.place.generation, sweep=self._terms.sweep)
 
     def _read_manifest(self) -> Manifest:
         return read_manifest(self._store, self._terms.place.generation, self._terms.place.step)

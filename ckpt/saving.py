@@ -105,6 +105,7 @@ class Checkpointer:
         self._seen: frozenset[ManifestRef] = frozenset()
         self._generation: int | None = None
         self._in_flight: SaveHandle | None = None
+        self._flight: Flight | None = None
         self._last_attempt = ""
         self._last_commit: tuple[int, float] | None = None
         """On rank 0: its step, and when, on the monotonic clock."""
@@ -326,6 +327,9 @@ class Checkpointer:
             self._release(KILL_AFTER_S)
 
     def _release(self, wait_s: float) -> None:
+        if self._flight is not None:
+            self._flight.join(wait_s)
+            self._flight = None
         if self._equipment is not None:
             self._equipment.close(wait_s)
             self._equipment = None
@@ -351,6 +355,9 @@ class Checkpointer:
         staged = not blocking and equipment.get_ready()
         terms = self._terms(Attempt(generation=generation, step=handle.step, attempt=attempt))
         flight = Flight(handle, terms, channel, self._store, equipment.uploader() if staged else None)
+        if self._flight is not None:
+            self._flight.join()
+        self._flight = flight
         flight.start()  # before the copy: the others are to know at once if this process dies in it
         self._in_flight = handle
         try:

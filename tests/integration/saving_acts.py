@@ -221,10 +221,10 @@ def hsdp_and_tp(root: str) -> None:
     c.save(3, state).wait()
     assert isinstance(state["w"], DTensor)
     # A sub-group alone: its tensors make up no whole, and the others never come.
-    saving.CHANNEL_TIMEOUT_S = 1.0
+    saving.CHANNEL_TIMEOUT_S = 2.0
     half = dist.new_group([0, 1, 2, 3])
     if rank < 2:
-        with pytest.raises(CkptError, match=r"ranks 2, 3|rank 0 to open"):
+        with pytest.raises(CkptError, match=r"ranks 2, 3|rank 0"):
             ckpt.Checkpointer(root, half, start_over=True).save(4, {"w": torch.ones(2)})
     dist.barrier()
     c.close()
