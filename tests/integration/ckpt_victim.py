@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "ckpt"))
 
-from ckpt_images import arrays, make_images
+from ckpt_images import arrays, make_images  # pyright: ignore[reportMissingImports]
 
 from surefoot import failpoint
 from surefoot.ckpt import tiers
