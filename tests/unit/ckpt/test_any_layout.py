@@ -449,3 +449,17 @@ def test_any_state_survives_any_reshard_at_length(drawn: tuple[Model, list[Layou
 @given(faults())
 def test_what_is_wrong_is_refused_at_length(drawn: tuple[Model, Layout, Fault]) -> None:
     require_refusal(*drawn)
+
+
+def test_the_check_sees_one_wrong_element() -> None:
+    """A negative control: what the properties above rely on."""
+    whole_thing = ((whole((2, 3)),),)
+    model = Model(tensors={"a": torch.arange(6.0).view(2, 3)}, values={"b": 1}, ties={})
+    (rank,) = states_of(model, Layout(world=1, placings={"a": Placing(boxes=whole_thing, memory="padded")}))
+    rank.check()
+    rank.tree["a"][1, 2] = 4.0
+    assert "holds" in rank.parts["a"].wrong()
+    rank.tree["a"][1, 2] = 5.0
+    rank.tree["b"] = True
+    with pytest.raises(AssertionError, match="b"):
+        rank.check()
