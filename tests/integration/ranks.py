@@ -67,6 +67,7 @@ class RankHost:
         pids, trouble = self._connection.recv()
         if trouble:
             self._connection.recv()
+            shutil.rmtree(folder)
             raise AssertionError(f"{function} cannot be imported:\n{trouble}")
         self._running = Running(self._connection, function, folder, pids)
         return self._running
