@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Most of a long test is waiting (for a lease to end, a rank to hang), so two at a time fit two cores; a file's tests stay together.
+TEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak lint format bench clean
@@ -37,7 +39,7 @@ demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, 
 	$(BIN)/surefoot demo $(DEMO_ARGS)
 
 test: $(VENV)/.installed   ## all tests (below 15 minutes on 2 cores)
-	$(BIN)/python -m pytest --durations=20 -m "not soak" $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations=20 -m "not soak" $(TEST_ARGS)
 
 soak: $(VENV)/.installed   ## the long tests that `make test` leaves out
 	$(BIN)/python -m pytest --durations=20 -m soak $(TEST_ARGS)

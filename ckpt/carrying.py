@@ -106,7 +106,11 @@ class Carrier:
             views, direct = self._places(needs, begin, end, _bytes_of(buffer.data))
             self._read(segment, views)
             if len(direct) < len(needs):
-                late = [c for c in self._plan.cuts(segment) if (c.piece.at, c.held) not in direct]
+                late = [
+                    c
+                    for c in self._plan.cuts(segment, 1 << self._plan.rank)
+                    if (c.piece.at, c.held) not in direct
+                ]
                 self._unpack(late, buffer, begin)
             self._scratch.give(buffer)
 
@@ -207,7 +211,8 @@ class Carrier:
             if near >> me & 1:
                 here.append((s, memory.of(s.reader)[places[s] : places[s] + end - begin]))
                 continue
-            for part in _parts(self._plan.cuts(s), s.ranks & ~(near | 1 << s.reader), end - begin):
+            others = s.ranks & ~(near | 1 << s.reader)
+            for part in _parts(self._plan.cuts(s, others), others, end - begin):
                 if s in held:
                     payload = _Buffer(data=held[s], home=True)
                     if not part.raw:
@@ -222,7 +227,7 @@ class Carrier:
                 parcels.append(Parcel(reader=s.reader, receivers=part.receivers, payload=data, tag=tag))
         works = self._in_group(self._party.post, parcels)
         for s, data in here:
-            self._unpack(self._plan.cuts(s), _Buffer(data=data, home=False), self._plan.extent(s)[0])
+            self._unpack(self._plan.cuts(s, 1 << me), _Buffer(data=data, home=False), self._plan.extent(s)[0])
         self._in_group(self._party.wait, works)
         self._bring_in(arriving, [p.payload for p in parcels if p.reader != me])
         for buffer in (*packed, *(b for _, _, b in arriving)):

@@ -68,6 +68,8 @@ class Load(Placing):
 
     def miss(self, name: str, what: str = "") -> None:
         """Note that the checkpoint lacks this; `what` it is, where the name does not say it."""
+        if not what and (whose := OF_RANK.fullmatch(name)):
+            what = f"rank {whose[2]}'s own; the checkpoint is of fewer ranks, or had none"
         self._missing[name] = what
 
     def _stored(self) -> set[str]:
@@ -158,11 +160,7 @@ class Load(Placing):
 
     def _add_value(self, entry: Entry) -> None:
         if entry.name not in self.source.values:
-            whose = OF_RANK.fullmatch(entry.name)
-            self.miss(
-                entry.name,
-                f"rank {whose[2]}'s own; the checkpoint is of fewer ranks, or had none" if whose else "",
-            )
+            self.miss(entry.name)
             return
         value = self.value(entry.name)
         self.reserve(value, entry.value, entry.name, None)

@@ -22,6 +22,7 @@ from surefoot.ckpt.manifest import (
 )
 from surefoot.ckpt.replicas import require_equal
 from surefoot.ckpt.sound import require_sound_contents
+from surefoot.ckpt.values import first_difference
 
 NAMED_MAX = 16
 """Ranks that a message lists."""
@@ -64,7 +65,7 @@ def merge_parts(
         attempt=attempt,
         world_size=len(ranks),
         tensors=tensors,
-        aliases=_merged(ranks, "aliases", where),
+        aliases=_merged_aliases(ranks, tensors, where),
         objects=tuple(objects),
         values=_merged(ranks, "values", where),
         cursor=_equal_cursor(ranks, where),
@@ -105,18 +106,54 @@ def _merged_tensors(ranks: Iterable[RankPart]) -> dict[str, TensorMeta]:
     return {name: meta for name, (meta, _) in sorted(merged.items())}
 
 
-def _merged(ranks: Iterable[RankPart], field: str, where: str) -> dict[str, Any]:
+def _merged_aliases(
+    ranks: Sequence[RankPart], tensors: Mapping[str, TensorMeta], where: str
+) -> dict[str, str]:
+    """Second names of what is stored. Where a rank holds one of two tied names alone it is stored there, and needs no alias;
+    where ranks tie a name to different ones, those hold the same, and the lowest rank's word is taken.
+
+    Raises CommitError where a rank has two tensors that are one on another: their contents could differ unseen.
+    """
+    merged: dict[str, str] = {}
+    for r in ranks:
+        for name, target in r.aliases.items():
+            if name not in tensors:
+                if target in tensors:
+                    merged.setdefault(name, target)
+            elif apart := [o.rank for o in ranks if name in o.tensors and target in o.tensors]:
+                raise CommitError(
+                    f"{where}: replicas differ: {name} is tied to {target} on rank {r.rank} and a tensor of its own on ranks "
+                    f"{apart[:NAMED_MAX]}; tie it on all of them or on none"
+                )
+    return dict(sorted(merged.items()))
+
+
+def _merged(ranks: Sequence[RankPart], field: str, where: str) -> dict[str, Any]:
     """The union of a mapping over all ranks, who must agree where they have the same name."""
-    merged: dict[str, tuple[Any, int]] = {}
+    merged: dict[str, Any] = {}
     for r in ranks:
         for name, value in getattr(r, field).items():
-            known, first = merged.setdefault(name, (value, r.rank))
-            if known != value:
-                raise CommitError(
-                    f"{where}: {name} is {_short(value)} on rank {r.rank} and {_short(known)} on rank {first}; a value must be the "
-                    f"same on all ranks that have it: give what differs a name of its own on each rank"
-                )
-    return {name: value for name, (value, _) in sorted(merged.items())}
+            if merged.setdefault(name, value) != value:
+                raise _values_differ(ranks, field, name, where)
+    return dict(sorted(merged.items()))
+
+
+def _values_differ(ranks: Sequence[RankPart], field: str, name: str, where: str) -> CommitError:
+    """Who has what, where two of the values begin to differ."""
+    holders: list[tuple[Any, list[int]]] = []
+    for r in ranks:
+        if name in (values := getattr(r, field)):
+            known = next((found for value, found in holders if value == values[name]), None)
+            if known is None:
+                holders.append((values[name], known := []))
+            known.append(r.rank)
+    (one, some), (other, others) = holders[:2]
+    at, a, b = first_difference(one, other, name)
+    more = f", and {len(holders) - 2} other values on further ranks" if len(holders) > 2 else ""
+    return CommitError(
+        f"{where}: replicas differ: {at} is {_short(a)} on ranks {some[:NAMED_MAX]} and {_short(b)} on ranks {others[:NAMED_MAX]}{more}; "
+        f"a value must be the same on all ranks that have it: where each rank has its own, wrap it in ckpt.PerRank"
+    )
 
 
 def _merged_ledger(ranks: Iterable[RankPart], where: str) -> tuple[LedgerRow, ...]:

@@ -132,11 +132,13 @@ class ReadPlan:
             if need.end > begin:
                 yield need
 
-    def cuts(self, segment: Segment) -> list[Cut]:
-        """Everything that is wanted of the segment, as boxes; the same order on every rank."""
+    def cuts(self, segment: Segment, ranks: int = -1) -> list[Cut]:
+        """What `ranks` (bits; all where nothing is said) want of the segment, as boxes; the same order on every rank."""
         begin, end = self.extent(segment)
         found: list[Cut] = []
         for n in self.needs(segment):
+            if not n.ranks & ranks:
+                continue
             itemsize = self._itemsizes[n.piece.name]
             piece = Box(n.piece.offset, n.piece.extent)
             at = n.piece.at

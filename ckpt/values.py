@@ -322,3 +322,19 @@ def tensor_names(encoded: Any) -> list[str]:
             return []
         case _:
             return []
+
+
+def first_difference(a: Any, b: Any, path: str) -> tuple[str, Any, Any]:
+    """Where two encoded values that are not equal begin to differ, and what is there."""
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        items = zip(cast("list[Any]", a), cast("list[Any]", b), strict=True)
+        i, x, y = next((i, x, y) for i, (x, y) in enumerate(items) if x != y)
+        return first_difference(x, y, f"{path}.{i}")
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        kind, x, y = next((k, a[k], b[k]) for k in cast("dict[str, Any]", a) if a[k] != b[k])
+        pairs = kind in _MAPPING_KINDS and [k for k, _ in x] == [k for k, _ in y]
+        if not pairs:
+            return first_difference(x, y, path) if kind == "tuple" else (path, x, y)
+        key, x, y = next((k, v, w) for (k, v), (_, w) in zip(x, y, strict=True) if v != w)
+        return first_difference(x, y, f"{path}.{key}")
+    return path, a, b
