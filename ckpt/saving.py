@@ -221,8 +221,9 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        if isinstance(error, Exception):  # somebody who interrupts it has nothing against the checkpoint
-            self._resume = None
+        if isinstance(error, Exception):
+            self._resume = None  # its marker stays: perhaps the checkpoint is to blame
+        self._settle_resume()  # somebody who interrupts it has nothing against the checkpoint
         self._close_after(error)
 
     # ---- between saves
