@@ -141,9 +141,11 @@ class Checkpointer:
         """
         equipment = self._equipped()
         word, _ = self._look(0, state)
-        if not self._decide(word).failure:
+        verdict = self._decide(word)
+        if not verdict.failure:
             try:
-                equipment.live.agree()
+                if verdict.fresh:
+                    equipment.live.agree()
                 equipment.get_ready()
             except CkptError as e:
                 _log.debug("not ready to save: %s", e)
