@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -72,6 +72,28 @@ class _Buffer:
     home: bool
 
 
+class _Inline(Executor):
+    """Does what it is given at once, in the thread that gives it."""
+
+    def submit(self, fn: Callable[..., _R], /, *args: Any, **kwargs: Any) -> Future[_R]:
+        future: Future[_R] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+
+def _submitted(pool: Executor, read: Callable[[Segment], None], segments: Sequence[Segment]) -> Iterable[Future[None]]:
+    """All at once; one after the other where that is how they are done, so that the first that fails is the last."""
+    futures = (pool.submit(read, s) for s in segments)
+    return futures if isinstance(pool, _Inline) else list(futures)
+
+
+def _readers(count: int) -> Executor:
+    return ThreadPoolExecutor(max_workers=count, thread_name_prefix="ckpt-read") if count else _Inline()
+
+
 class Carrier:
     """One rank's part of one load."""
 
@@ -88,13 +110,14 @@ class Carrier:
 
     def run(self) -> None:
         """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
-        with ThreadPoolExecutor(max_workers=self._plan.pace.readers, thread_name_prefix="ckpt-read") as pool:
+        with _readers(self._plan.pace.readers) as pool:
             try:
                 self._share(pool)
-                for future in [pool.submit(self._read_private, s) for s in self._plan.private]:
+                for future in _submitted(pool, self._read_private, self._plan.private):
                     future.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+                self._store.release()
 
     # ---- what this rank needs alone
 
@@ -141,7 +164,7 @@ class Carrier:
 
     # ---- what is shared
 
-    def _share(self, pool: ThreadPoolExecutor) -> None:
+    def _share(self, pool: Executor) -> None:
         """Round after round. A rank that fails says so before the next round, and all stop.
 
         That all ranks have come to a round means as well that they have taken in the one before, whose room is free then.

@@ -80,6 +80,10 @@ class FileObjectStore:
         with self.mapped("read", key):
             return _read_into(self._reader(key).fd, start, views)
 
+    def release(self) -> None:
+        with self._lock:
+            self._readers.clear()
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         found = [
             ObjectInfo(folder + name, status.st_size)

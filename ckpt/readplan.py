@@ -40,7 +40,7 @@ class Pace(NamedTuple):
     """Segments that a rank reads at the same time."""
 
 
-NEARBY = Pace(16 * 2**20, 4 * 2**20, 16 * 2**20, 2, 1)
+NEARBY = Pace(16 * 2**20, 4 * 2**20, 16 * 2**20, 2, 0)
 """Files are copied and hashed as fast as a processor can, and the other processors have ranks of their own: with two readers
 each, two ranks on two cores took half as long again. Small rounds stay in the cache."""
 FAR = Pace(16 * 2**20, 8 * 2**20, 64 * 2**20, 4, 8)

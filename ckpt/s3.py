@@ -169,6 +169,9 @@ class S3ObjectStore:
         )
         return self._session.wait(reading, source.call, patience)
 
+    def release(self) -> None:
+        """Connections are the session's to keep; no object is."""
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         async def pages() -> list[ObjectInfo]:
             found: list[ObjectInfo] = []

@@ -115,6 +115,11 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Let go of what `read_into` keeps open from one call to the next; called when a reading is over. An object that is deleted
+        meanwhile takes its room for as long."""
+        ...
+
     def upload(self, key: str, size: int, *, deadline_s: float) -> Upload:
         """Begin to create an object of `size` bytes piece by piece; all of it must be done within `deadline_s` from now.
 
@@ -218,6 +223,9 @@ class MemoryObjectStore:
             view[: len(part)] = part
             at += len(part)
         return at
+
+    def release(self) -> None:
+        """Nothing is kept."""
 
     def upload(self, key: str, size: int, *, deadline_s: float) -> Upload:
         with self._lock:

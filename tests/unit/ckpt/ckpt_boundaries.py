@@ -105,6 +105,9 @@ class TrackedStore:
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         return self._do("read_into", key, lambda: self._inner.read_into(key, start, views))
 
+    def release(self) -> None:
+        self._inner.release()
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         return self._do("list", prefix, lambda: self._inner.list(prefix))
 

@@ -140,6 +140,9 @@ def test_descriptors_of_a_reader_are_few_and_know_what_was_deleted(
     (tmp_path / "root" / newest).unlink()
     with pytest.raises(ObjectMissingError):
         store.read_into(newest, 0, [memoryview(found)])
+    store.release()
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if still_open(fd)]
+    assert not any(str(tmp_path) in path for path in held)
 
 
 def still_open(fd: str) -> bool:

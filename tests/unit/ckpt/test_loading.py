@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -376,3 +377,16 @@ def test_objects_that_are_missing_or_cut_short(root: str, wrong: Wrong) -> None:
     loaded = ckpt.load(root, state_of(0))
     assert loaded is not None
     assert loaded.step == 20
+
+
+def test_a_load_keeps_no_object_open(root: str) -> None:
+    """What retention deletes later, in whichever process, gives its room back at once."""
+    save(root, 20)
+    with ckpt.Checkpointer(root) as c:
+        c.load(state_of(0))
+        held = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        ]
+        assert not [path for path in held if path.endswith(".safetensors")]

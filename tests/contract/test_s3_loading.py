@@ -1,0 +1,50 @@
+"""Loads from the real S3 server, with what passes counted by the proxy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot import ckpt
+from surefoot.ckpt.inspect import find
+from surefoot.ckpt.store import open_store
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_eighth_of_a_tensor_takes_an_eighth_of_its_bytes(s3_proxy: Any) -> None:
+    """CKP-10: a tensor of 64 MiB, of which one reader wants an eighth."""
+    value = torch.arange(16 * 2**20, dtype=torch.float32).view(64, 512, 512)
+    ckpt.save(s3_proxy.root, 1, {"w": value})
+    before = s3_proxy.nbytes_out("GetObject", key=".safetensors")
+    found = ckpt.read(s3_proxy.root, 1, "w", [slice(16, 24)])
+    assert torch.equal(found, value[16:24])
+    read = s3_proxy.nbytes_out("GetObject", key=".safetensors") - before
+    assert value.nbytes // 8 <= read <= value.nbytes // 8 + 4 * 2**20 + 64 * 2**10
+
+
+def test_bytes_damaged_on_the_way_are_read_again_and_others_set_the_step_aside(
+    s3_proxy: Any, s3_faults: Any
+) -> None:
+    """CKP-34 on S3: one answer that is wrong is asked for again; a store that always answers wrongly has a damaged step."""
+    for step in (20, 40):
+        ckpt.save(s3_proxy.root, step, {"w": torch.full((1000,), float(step))})
+    key = find(open_store(s3_proxy.root), 40)[0].objects[0].key
+    state = {"w": torch.zeros(1000)}
+    once = s3_proxy.fault("GetObject", s3_faults.damage(), key=key, times=1)
+    loaded = ckpt.load(s3_proxy.root, state)
+    assert loaded is not None
+    assert once.fired == 1
+    assert (loaded.step, state["w"].unique().tolist()) == (40, [40.0])
+    always = s3_proxy.fault("GetObject", s3_faults.damage(), key=key, times=None)
+    loaded = ckpt.load(s3_proxy.root, state)
+    always.stop()
+    assert loaded is not None
+    assert always.fired >= 2
+    assert (loaded.step, state["w"].unique().tolist()) == (20, [20.0])
+    assert key in loaded.passed_over[0][1]
+    keys = [o.key for o in open_store(s3_proxy.root).list("gen-")]
+    assert key in keys
+    assert any(k.endswith("step-0000000040/aside.json") for k in keys)
