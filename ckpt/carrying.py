@@ -84,7 +84,9 @@ class _Inline(Executor):
         return future
 
 
-def _submitted(pool: Executor, read: Callable[[Segment], None], segments: Sequence[Segment]) -> Iterable[Future[None]]:
+def _submitted(
+    pool: Executor, read: Callable[[Segment], None], segments: Sequence[Segment]
+) -> Iterable[Future[None]]:
     """All at once; one after the other where that is how they are done, so that the first that fails is the last."""
     futures = (pool.submit(read, s) for s in segments)
     return futures if isinstance(pool, _Inline) else list(futures)

@@ -37,12 +37,12 @@ class Pace(NamedTuple):
     depth: int
     """Rounds that a rank keeps room for: one that is passed on, the others being read ahead. At least 2."""
     readers: int
-    """Segments that a rank reads at the same time."""
+    """Segments that a rank reads at the same time, in threads; 0: in the thread that loads, one after the other."""
 
 
 NEARBY = Pace(16 * 2**20, 4 * 2**20, 16 * 2**20, 2, 0)
-"""Files are copied and hashed as fast as a processor can, and the other processors have ranks of their own: with two readers
-each, two ranks on two cores took half as long again. Small rounds stay in the cache."""
+"""Files are copied and hashed as fast as a processor can, and the other processors have ranks of their own: a thread beside the
+one that loads only gets in its way (two readers on two cores took half as long again). Small rounds stay in the cache."""
 FAR = Pace(16 * 2**20, 8 * 2**20, 64 * 2**20, 4, 8)
 """One S3 connection gives 60 to 110 MB/s, so several segments are under way, of a good size for a request."""
 SHARES_EACH = 4

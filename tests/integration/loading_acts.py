@@ -164,3 +164,12 @@ def restore(root: str, layout: str, step: int) -> dict[str, Any]:
         told["error"] = f"{e.key} {e}"
     told["read"] = store.read_nbytes
     return told
+
+
+def load_plainly(root: str, layout: str) -> int:
+    """From any store; returns the step."""
+    state = state_of(layout, filled=False)
+    loaded = ckpt.load(root, state)
+    assert loaded is not None
+    require_exact(state)
+    return loaded.step

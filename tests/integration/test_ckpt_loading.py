@@ -121,3 +121,13 @@ def test_ranks_under_an_agent_share_and_never_fall_back(ranks: Ranks, root: str)
     told = ranks(4, "loading_acts:restore", root, "ddp", 40)
     assert all(t["error"].startswith(f"{key} rank ") for t in told), told
     assert len({t["error"] for t in told}) == 1
+
+
+def test_eight_replicas_fetch_a_checkpoint_once_from_s3(ranks: Ranks, s3_proxy: Any) -> None:
+    """CKP-43: the proxy counts what 8 data-parallel ranks fetch, manifests and lists included."""
+    ranks(1, "loading_acts:save", s3_proxy.root, "ddp", 20)
+    stored = sum(o.data_nbytes for o in find(open_store(s3_proxy.root), 20)[0].objects)
+    before = s3_proxy.nbytes_out("*")
+    assert ranks(8, "loading_acts:load_plainly", s3_proxy.root, "ddp") == [20] * 8
+    fetched = s3_proxy.nbytes_out("*") - before
+    assert stored <= fetched <= 1.1 * stored

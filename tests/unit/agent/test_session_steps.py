@@ -23,7 +23,7 @@ from surefoot.agent.failures import (
 from surefoot.agent.link import AgentNews
 from surefoot.agent.steps import Limits, LoopFacts, StepLoop, attempt_due
 from surefoot.agent.tracing import Tracer
-from surefoot.ckpt.errors import SlotTooSmallError
+from surefoot.ckpt.errors import DamagedError, ImageError, SlotTooSmallError
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.controller.wire import (
     CommittedMsg,
@@ -384,6 +384,30 @@ def test_what_was_restored_must_be_what_was_planned(tmp_path: Path) -> None:
     bench.stager.restored = FakeRestored(3, 9, {"step": 9})
     with pytest.raises(StartupError, match=r"step 10 of generation 3.*step 9 of generation 3"):
         bench.run()
+
+
+@pytest.mark.parametrize("start", [MEMORY, STORE])
+def test_a_damaged_tier_is_never_made_up_for_by_another(tmp_path: Path, start: StartingPoint) -> None:
+    """CKP-44: memory is at one step and the object store at another. Where the planned tier is damaged, or holds another step,
+    the rank gives up, with the cursor untouched: what comes next is the next plan's to say."""
+    for restored in (None, FakeRestored(3, 4, {"step": 4})):
+        bench = Bench(tmp_path, start=start)
+        before = bench.loop.data.state_dict()
+
+        def restore(*_: Any, found: FakeRestored | None = restored) -> FakeRestored:
+            if found is None:
+                raise ImageError("corrupt", "one bit") if start is MEMORY else DamagedError("r0", key="r0")
+            return found
+
+        if start is MEMORY:
+            bench.stager.restore = restore
+        else:
+            bench.loop.restore_committed = restore
+        wrong = (ImageError, DamagedError) if restored is None else StartupError
+        with pytest.raises(wrong):
+            bench.run()
+        assert bench.loop.data.state_dict() == before
+        assert not bench.committed_calls, "no other tier was asked"
 
 
 def test_all_ranks_must_have_restored_the_same(tmp_path: Path) -> None:
