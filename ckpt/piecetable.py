@@ -24,8 +24,9 @@ from surefoot.ckpt.manifest import DataObject, Manifest, Piece, TableRef, table_
 
 TABLE_PIECES_MIN = 20_000
 """About 2 MB of JSON: below, a second object costs more than it saves."""
-TABLE_PIECES_MAX = 2**26
-"""More rows than this are refused unread: columns of one number repeated are a few bytes, however long they are."""
+TABLE_PIECES_MAX = 2**23
+"""More rows than this are refused unread: columns of one number repeated are a few bytes,
+however long they are, and a row becomes some 250 bytes here. Eight times what 1,024 ranks with 1,024 tensors write."""
 TABLE_DIMS_MAX = 64
 
 

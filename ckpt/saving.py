@@ -111,6 +111,7 @@ class Checkpointer:
         """On rank 0: its step, and when, on the monotonic clock."""
         self._swept = False
         self._fenced: FencedError | None = None
+        self._owner = os.getpid()
 
     # ---- public
 
@@ -171,6 +172,7 @@ class Checkpointer:
         Raises what went wrong with the earlier save; of this one: StateError, CoverageError, StaleStartError (the root has moved
         on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
         """
+        self._require_mine()
         begun = time.monotonic()
         handle = SaveHandle(step)
         uploading = self._in_flight is not None and not self._in_flight.done()
@@ -206,8 +208,11 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save in flight and let go of everything. Collective. Raises what went wrong with that save.
 
-        What retention lets go is deleted by rank 0, and gone when its `close` returns; others do not wait for it.
+        What retention lets go is deleted by rank 0, and gone when its `close` returns; others do not wait for it. In a process
+        that was forked from this one it does nothing.
         """
+        if not self._mine:
+            return
         try:
             self._settle()
             self._settle_resume()
@@ -220,7 +225,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or not self._mine:
             self.close()
             return
         if isinstance(error, Exception):
@@ -260,6 +265,7 @@ class Checkpointer:
         return loaded
 
     def _opened(self) -> Channel:
+        self._require_mine()
         if self._channel is None:
             self._channel = open_channel(self._group, CHANNEL_TIMEOUT_S)
         return self._channel
@@ -268,6 +274,17 @@ class Checkpointer:
         if self._equipment is None:
             self._equipment = Equipment(self._store, self._opened(), self._memory_budget)
         return self._equipment
+
+    @property
+    def _mine(self) -> bool:
+        """False in a process that was forked from the owner's: connections and uploader are the owner's to use and to end."""
+        return os.getpid() == self._owner
+
+    def _require_mine(self) -> None:
+        if not self._mine:
+            raise CkptUserError(
+                f"this Checkpointer belongs to process {self._owner}, from which this one was forked: make another one here"
+            )
 
     def _under_way(self, step: int) -> bool:
         """Is the save before this one still under way on any rank? All hear the same."""

@@ -5,6 +5,7 @@ https://github.com/huggingface/safetensors. The data section has no holes, and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,6 +40,9 @@ _TORCH_NAMES = {word: name for name, word in DTYPES.items()}
 
 HEADER_NBYTES_MAX = 100_000_000
 """The library's own limit."""
+DIMS_MAX = 64
+"""As torch's own."""
+NUMEL_MAX = 2**62
 ALIGN_NBYTES = 64
 
 
@@ -105,12 +109,12 @@ def _checked(name: str, e: _Entry, key: str) -> StTensor:
     dtype = _TORCH_NAMES.get(e.dtype)
     if dtype is None:
         raise DamagedError(f"{key}: {name} is of the type {e.dtype}, which cannot be stored", key=key)
-    nbytes = ITEMSIZES[dtype]
-    for n in e.shape:
-        if n < 0:
-            raise DamagedError(f"{key}: {name} has the shape {list(e.shape)}", key=key)
-        nbytes *= n
     begin, end = e.data_offsets
+    if len(e.shape) > DIMS_MAX or any(not 0 <= n <= NUMEL_MAX for n in e.shape):
+        raise DamagedError(
+            f"{key}: {name} has a shape of {len(e.shape)} dimensions that no tensor has", key=key
+        )
+    nbytes = math.prod(e.shape) * ITEMSIZES[dtype]
     if begin < 0 or end - begin != nbytes:
         raise DamagedError(
             f"{key}: {name} of {e.dtype}{list(e.shape)} takes {nbytes} bytes, and {end - begin} are given",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,22 @@ def test_the_public_names() -> None:
         assert getattr(ckpt, name) is not None
     with pytest.raises(AttributeError, match="nothing_of_ours"):
         _ = ckpt.nothing_of_ours  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_forked_process_leaves_the_checkpointer_to_its_owner(tmp_path: Path) -> None:
+    """A worker of a data loader that leaves the block, or saves: nothing of the owner's is touched, and it is told."""
+    with ckpt.Checkpointer(str(tmp_path / "root")) as c:
+        c.save(1, {"w": torch.ones(3)}).wait()
+        pid = os.fork()
+        if pid == 0:  # no pytest in here: whatever happens ends by _exit
+            code = 1
+            try:
+                c.close()
+                c.save(2, {"w": torch.ones(3)})
+            except CkptUserError as e:
+                code = 0 if "forked" in str(e) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        c.save(3, {"w": torch.ones(3)}).wait()
+    assert ckpt.steps(str(tmp_path / "root")) == [1, 3]
