@@ -119,11 +119,11 @@ def gloo_words(group: dist.ProcessGroup) -> GatherWords:
     import torch
     import torch.distributed as dist
 
-    mine = torch.zeros(WORD, dtype=torch.int64)
-    theirs = [torch.zeros(WORD, dtype=torch.int64) for _ in range(group.size())]
+    mine = torch.zeros(WORD, dtype=torch.int64, device="cpu")
+    theirs = [torch.zeros(WORD, dtype=torch.int64, device="cpu") for _ in range(group.size())]
 
     def gather(values: Sequence[int]) -> list[list[int]]:
-        mine.copy_(torch.tensor(values, dtype=torch.int64))
+        mine.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
         dist.all_gather(theirs, mine, group=group)
         return [word.tolist() for word in theirs]
 
@@ -136,10 +136,10 @@ def gloo_bytes(group: dist.ProcessGroup) -> GatherBytes:
     import torch.distributed as dist
 
     def gather(data: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=group)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(group.size())]
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device="cpu"), group=group)
         longest = max(int(size) for size in sizes)
-        mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
+        mine = torch.zeros(max(longest, 1), dtype=torch.uint8, device="cpu")
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         theirs = [torch.zeros_like(mine) for _ in range(group.size())]

@@ -372,7 +372,9 @@ class _Scratch:
         except IndexError:
             base = None
         if base is None or base.numel() < nbytes:
-            base = torch.empty(max(nbytes, LEAST_NBYTES), dtype=torch.uint8, pin_memory=self._pinned)
+            base = torch.empty(
+                max(nbytes, LEAST_NBYTES), dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
         return base[:nbytes]
 
     def give(self, buffer: _Buffer) -> None:

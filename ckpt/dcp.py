@@ -445,7 +445,7 @@ class _StreamingPlanner(DefaultSavePlanner):
 
     def _stand_in(self, name: str) -> torch.Tensor:
         meta = self._reader.meta(name)
-        t = torch.zeros((), dtype=dtype_of(meta.dtype)).expand(meta.shape)
+        t = torch.zeros((), dtype=dtype_of(meta.dtype), device="cpu").expand(meta.shape)
         self._stored[id(t)] = name
         self._stand_ins.append(t)  # an id is one's own only while one lives
         return t
@@ -463,7 +463,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         if self._progress is not None:
             self._progress(self._done, max(self._reader.manifest.nbytes, self._done))
         if not len(raw):
-            return torch.empty(meta.shape, dtype=dtype_of(meta.dtype))
+            return torch.empty(meta.shape, dtype=dtype_of(meta.dtype), device="cpu")
         assert len(raw) == nbytes_of(meta, box), "a box reader gives all of a box"
         return torch.from_numpy(raw).view(dtype_of(meta.dtype)).view(meta.shape)
 

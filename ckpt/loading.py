@@ -278,7 +278,7 @@ def read(root: str, step: int, name: str, part: Sequence[slice] | None = None) -
             f"step {step} in {store.root} has no tensor {name}; similar names: {', '.join(near) or 'none'}"
         )
     box = whole(meta.shape) if part is None else _box_of(part, meta.shape)
-    tensor = torch.empty(box.extent, dtype=dtype_of(meta.dtype))
+    tensor = torch.empty(box.extent, dtype=dtype_of(meta.dtype), device="cpu")
     if tensor.numel():
         leaf = Leaf(name=name, held=(Held(box, (0,) * len(box.extent)),), views=(tensor,), meta=meta)
         with torch.no_grad():

@@ -61,7 +61,7 @@ def meet(party: Party, sizes: Sequence[int], readers: int, *, pinned: bool) -> N
     """
     shared = _create(sizes[party.rank]) if ENABLED and not pinned else None
     if shared is None:
-        own = torch.empty(sizes[party.rank], dtype=torch.uint8, pin_memory=pinned)
+        own = torch.empty(sizes[party.rank], dtype=torch.uint8, device="cpu", pin_memory=pinned)
         word = _Word(pid=0, fd=-1, nbytes=0, nonce="")
     else:
         fd, mapped, nonce = shared

@@ -103,7 +103,7 @@ class Placing(ABC):
             self.problems.append(
                 f"{ref.name}: a value refers to this tensor, and the checkpoint does not have it"
             )
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         dtype = dtype_of(meta.dtype)
         if (
             isinstance(live, torch.Tensor)

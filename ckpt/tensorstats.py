@@ -88,7 +88,7 @@ def tensor_stats(reader: BoxReader, name: str, progress: Progress | None = None)
     sums = _Sums()
     for chunk in _numbers(reader, stored, tell):
         sums.add(chunk)
-    bins = torch.zeros(BINS, dtype=torch.float64)
+    bins = torch.zeros(BINS, dtype=torch.float64, device="cpu")
     if spread := sums.count > 0 and sums.high > sums.low:
         for chunk in _numbers(reader, stored, tell):
             bins += torch.histc(chunk[chunk.isfinite()], BINS, sums.low, sums.high)
