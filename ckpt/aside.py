@@ -2,7 +2,7 @@
 
 ::
 
-    gen-0004/step-0000000120/aside.json             a load found it damaged. Loads that name no step pass it over; it is not
+    gen-0004/step-0000000120/aside.json             a load or `verify` found it damaged. Loads that name no step pass it over; it is not
                                                     deleted, and a load of that very step still tries it
                              resumes/<nonce>.json   a start resumed from it, and has neither committed a newer step nor ended
                                                     in peace: then it takes its marker away
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from surefoot.ckpt.flags import Flag, flag_key, flags_among, raise_flag
+from surefoot.ckpt.flags import Flag, flag_key, flags_among, lower_flag, raise_flag
 from surefoot.ckpt.manifest import ManifestRef, encode, step_prefix
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreError
 
@@ -76,9 +76,11 @@ def note_resume(store: ObjectStore, ref: ManifestRef) -> Resume | None:
 
 
 def set_aside(store: ObjectStore, ref: ManifestRef, reason: str) -> None:
-    """Mark a damaged checkpoint. Never raises: a store that cannot be written to can still be loaded from."""
+    """Mark a damaged checkpoint, which then is no verified one any more. Never raises: a store that cannot be written to can
+    still be loaded from."""
     try:
         raise_flag(store, ref, "aside", reason)
+        lower_flag(store, ref, "verified")
     except ObjectStoreError as e:
         _log.warning("step %d is damaged, and could not be set aside: %s", ref.step, e)
 

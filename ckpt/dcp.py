@@ -44,7 +44,7 @@ from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES, nbytes_of
 from surefoot.ckpt.progress import Progress
 from surefoot.ckpt.state import dtype_name, dtype_of
-from surefoot.ckpt.store import open_store
+from surefoot.ckpt.store import Root, open_store
 from surefoot.ckpt.values import decode_value, encode_value, tensor_names, tensor_ref
 
 METADATA = ".metadata"
@@ -349,7 +349,7 @@ def _nested(leaves: Mapping[Path_, Any]) -> Any:
 
 
 def export_dcp(
-    root: str, step: int | None, dest: str | os.PathLike[str], *, progress: Progress | None = None
+    root: Root, step: int | None, dest: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> Manifest:
     """Write a committed step (None: the newest) as a DCP folder, by torch's own writer, which makes pickles of its own.
 

@@ -6,8 +6,7 @@
     ├── CkptUserError            the caller's: mend the call, the state or the root
     │   ├── StateError               a state that cannot be saved as it is (also TypeError)
     │   ├── StateMismatchError       live state and checkpoint do not fit (also KeyError-like: it names keys)
-    │   ├── StepMissingError         no such step on the lineage (also LookupError)
-    │   └── MemoryBudgetError        the state is larger than the caller allowed
+    │   └── StepMissingError         no such step on the lineage (also LookupError)
     ├── CkptWorldError           the world's: storage damaged, another writer, a deadline
     │   ├── FormatError              not ours, or from a newer version
     │   ├── DamagedError             stored bytes are not what was written; names the object
@@ -52,10 +51,6 @@ class StateMismatchError(CkptUserError):
 
 class StepMissingError(CkptUserError, LookupError):
     """The lineage holds no such step."""
-
-
-class MemoryBudgetError(CkptUserError, MemoryError):
-    """The staged state would exceed the memory budget; the message gives both numbers."""
 
 
 class FormatError(CkptWorldError):

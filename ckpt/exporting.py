@@ -33,7 +33,7 @@ from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.plan import ITEMSIZES
 from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.stformat import DTYPES, StTensor, encode_header
-from surefoot.ckpt.store import open_store
+from surefoot.ckpt.store import Root, open_store
 
 INDEX = "model.safetensors.index.json"
 SHARD_NBYTES = 5 * 10**9
@@ -188,7 +188,7 @@ def _files(tensors: Iterable[ExportTensor], shard_nbytes: int) -> Iterator[Expor
 
 
 def export(
-    root: str,
+    root: Root,
     step: int | None,
     dest: str | os.PathLike[str],
     *,

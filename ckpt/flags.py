@@ -4,7 +4,7 @@
 
     gen-0004/step-0000000120/verified.json    every byte was compared with its checksum, and fits
                              kept.json        exempt from retention, because somebody said so (`ckpt keep`)
-                             aside.json       a load found it damaged: set aside (ckpt/aside.py)
+                             aside.json       a load or `verify` found it damaged: set aside (ckpt/aside.py)
                              resumes/*.json   a start resumed from it and has not got any further yet (ckpt/aside.py)
 
 A flag is created conditionally and means something only beside a manifest. Whether it is there is seen in the same listing

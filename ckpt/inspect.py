@@ -14,7 +14,7 @@ from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs
 from surefoot.ckpt.plan import ITEMSIZES
 from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
 from surefoot.ckpt.restore import read_manifest
-from surefoot.ckpt.store import ObjectStore, open_store
+from surefoot.ckpt.store import ObjectStore, Root, open_store
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ def _row(store: ObjectStore, ref: ManifestRef, records: Mapping[int, Record], no
     )
 
 
-def steps(root: str) -> list[int]:
+def steps(root: Root) -> list[int]:
     """The steps that can be loaded, ascending. Raises as `list_checkpoints`."""
     store = open_store(root)
     return sorted({m.step for m in lineage(read_records(store), list_manifests(store))})

@@ -39,7 +39,7 @@ from surefoot.ckpt.record import lineage, list_manifests, read_records
 from surefoot.ckpt.restore import read_manifest, require_objects, restored_of
 from surefoot.ckpt.sharing import Party, party_of
 from surefoot.ckpt.source import Want
-from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
 
 _log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ def _loaded(manifest: Manifest, channel: Channel, fit: Fit, passed_over: list[tu
 # ---------------------------------------------------------------- one tensor
 
 
-def read(root: str, step: int, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
+def read(root: Root, step: int, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
     """One whole tensor of a committed step, or `part` of it, in host memory. Needs no process group, and reads the blocks that
     hold it alone.
 

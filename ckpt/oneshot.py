@@ -10,10 +10,11 @@ import torch.distributed as dist
 from surefoot.ckpt.loading import Loaded
 from surefoot.ckpt.manifest import Manifest
 from surefoot.ckpt.saving import Checkpointer
+from surefoot.ckpt.store import Root
 
 
 def save(
-    root: str, step: int, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None, **options: Any
+    root: Root, step: int, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Manifest:
     """Save once, straight from live memory, and return when it is committed. Continues from the newest step in the root, which
     must be an older one. Collective.
@@ -31,7 +32,7 @@ def save(
 
 
 def load(
-    root: str,
+    root: Root,
     state: Mapping[str, Any],
     step: int | None = None,
     *,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
 
 import msgspec
 import numpy as np
@@ -160,34 +159,10 @@ class Plan:
             kept += [(name, part) for part in (*stretch(box, 0, a), *stretch(box, b, box.numel))]
 
 
-class _Shares(Sequence[RankShare]):
-    """The shares of ranks 0, 1, …, worked out one by one."""
-
-    def __init__(self, plan: Plan, world_size: int) -> None:
-        self._plan = plan
-        self._world_size = world_size
-
-    def __len__(self) -> int:
-        return self._world_size
-
-    @overload
-    def __getitem__(self, index: int) -> RankShare: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RankShare]: ...
-    def __getitem__(self, index: int | slice) -> RankShare | list[RankShare]:
-        ranks = range(self._world_size)[index]
-        return [self._plan.share(r) for r in ranks] if isinstance(ranks, range) else self._plan.share(ranks)
-
-    def __iter__(self) -> Iterator[RankShare]:
-        return (self._plan.share(r) for r in range(self._world_size))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(cast("Sequence[Any]", other))
-
-
-def assign(layouts: Sequence[Sequence[HeldTensor]]) -> Sequence[RankShare]:
-    """Share the writing out: one `RankShare` per rank, from what all ranks hold. Raises as `Plan`."""
-    return _Shares(Plan(layouts_of(layouts)), len(layouts))
+def assign(layouts: Sequence[Sequence[HeldTensor]]) -> list[RankShare]:
+    """The share of every rank, from what all ranks hold: for a few ranks that are in one process. Raises as `Plan`."""
+    plan = Plan(layouts_of(layouts))
+    return [plan.share(rank) for rank in range(len(layouts))]
 
 
 # ---------------------------------------------------------------- kinds

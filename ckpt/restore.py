@@ -27,9 +27,6 @@ from surefoot.ckpt.sound import require_listed, require_sound
 from surefoot.ckpt.staging import Exchange, Restored
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
 
-BATCH_NBYTES = 64 * 2**20
-"""What those who read whole objects take at once."""
-
 
 def read_manifest(store: ObjectStore, generation: int, step: int) -> Manifest:
     """Raises: StepMissingError, FormatError, DamagedError, ObjectStore…Error."""

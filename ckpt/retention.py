@@ -192,11 +192,6 @@ def held_of(
     return found
 
 
-def deletable(line: Sequence[ManifestRef], retention: Retention) -> list[ManifestRef]:
-    """What of a lineage (ascending) without flags the rules let go, oldest first. PURE."""
-    return [v.ref for v in judge(held_of(line, {}), retention.rules()) if not v.keep]
-
-
 def objects_of(manifest: Manifest, stored: Iterable[str]) -> list[str]:
     """The keys that go with a manifest: its data objects and its attempt's part records, without the ledger. PURE.
 

@@ -37,7 +37,7 @@ from surefoot.ckpt.manifest import ManifestRef
 from surefoot.ckpt.record import StartRef, list_manifests, read_records
 from surefoot.ckpt.restore import read_manifest
 from surefoot.ckpt.retention import Retention
-from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
 from surefoot.ckpt.upload import Attempt
 from surefoot.ckpt.writer import KILL_AFTER_S
 
@@ -76,7 +76,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str,
+        root: Root,
         group: dist.ProcessGroup | None = None,
         *,
         keep: int | None = None,

@@ -6,12 +6,13 @@ created once, by *conditional creation*, and read or deleted after that.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from surefoot.history import UnknownOutcomeError
@@ -163,8 +164,12 @@ def check_key(key: str) -> str:
     return key
 
 
-def open_store(url: str, *, deadline_s: float = 30.0) -> ObjectStore:
-    """The object store at `url`: ``file:///path``, a plain path, or ``s3://bucket[/prefix]``.
+Root: TypeAlias = str | os.PathLike[str]
+"""Where checkpoints lie: ``file:///path``, a path, or ``s3://bucket/prefix``."""
+
+
+def open_store(root: Root, *, deadline_s: float = 30.0) -> ObjectStore:
+    """The object store at `root`: ``file:///path``, a plain path, or ``s3://bucket[/prefix]``.
 
     Does no IO: the first call finds out whether anybody answers. Endpoint and keys of S3 come from the usual AWS variables
     (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION) and files.
@@ -175,6 +180,7 @@ def open_store(url: str, *, deadline_s: float = 30.0) -> ObjectStore:
     Raises:
         ValueError: no URL of ours.
     """
+    url = os.fspath(root)
     parts = urlsplit(url)
     if parts.scheme == "s3" and parts.netloc:
         from surefoot.ckpt.s3 import S3ObjectStore

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import msgspec
 import xxhash
 
-from surefoot.ckpt.errors import CkptError, DamagedError, StepMissingError
-from surefoot.ckpt.flags import raise_flag
-from surefoot.ckpt.inspect import find
-from surefoot.ckpt.manifest import DataObject, Manifest, ManifestRef, manifest_key
+from surefoot.ckpt.aside import set_aside
+from surefoot.ckpt.errors import CkptError, DamagedError
+from surefoot.ckpt.flags import lower_flag, raise_flag
+from surefoot.ckpt.inspect import find_ref
+from surefoot.ckpt.manifest import DataObject, Manifest, ManifestRef
 from surefoot.ckpt.progress import Progress
 from surefoot.ckpt.reading import read_blocks
-from surefoot.ckpt.restore import read_ledger
-from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreDeniedError, open_store
+from surefoot.ckpt.restore import read_ledger, read_manifest
+from surefoot.ckpt.store import ObjectMissingError, ObjectStore, ObjectStoreDeniedError, Root, open_store
 
 READ_NBYTES = 32 * 2**20
 """Read and compared at once."""
@@ -38,9 +39,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def verify(root: str, step: int | None = None) -> Report:
-    """Read a whole step (None: the newest) and compare every byte with its checksum. A sound one is noted as verified beside
-    its manifest, where this process may write.
+def verify(root: Root, step: int | None = None) -> Report:
+    """Read a whole step (None: the newest) and compare every byte with its checksum. What was found is noted beside its manifest,
+    where this process may write: a sound one as verified, a damaged one is set aside, as by a load that meets it.
 
     Raises StepMissingError where there is no such step, ObjectStore…Error where the object store cannot be asked.
     """
@@ -51,13 +52,16 @@ def verify_step(
     store: ObjectStore, step: int | None, generation: int | None = None, *, progress: Progress | None = None
 ) -> Report:
     """As `verify`; `generation` finds checkpoints off the lineage as well."""
+    ref, _ = find_ref(store, step, generation)
+    report = Report(step=ref.step, generation=ref.generation, root=store.root)
     try:
-        manifest, _ = find(store, step, generation)
-    except StepMissingError:
-        raise
+        manifest = read_manifest(store, ref.generation, ref.step)
     except CkptError as e:
-        return Report(step=step or 0, generation=generation or 0, root=store.root, problems=(str(e),))
+        if isinstance(e, DamagedError):
+            set_aside(store, ref, str(e))
+        return msgspec.structs.replace(report, problems=(str(e),))
     problems = list(_ledger_problems(store, manifest))
+    damage: list[str] = []
     checked = sound = 0
     for o in manifest.objects:
         begun = checked
@@ -69,22 +73,22 @@ def verify_step(
             sound += 1
         except DamagedError as e:
             checked = begun
-            problems.append(str(e))
-    report = Report(
-        step=manifest.step,
-        generation=manifest.generation,
-        root=store.root,
+            damage.append(str(e))
+    if damage:
+        set_aside(store, ref, damage[0])
+    return msgspec.structs.replace(
+        report,
         objects=sound,
         nbytes=checked,
-        problems=tuple(problems),
+        problems=(*problems, *damage),
+        noted=not problems and not damage and _note_sound(store, ref),
     )
-    return msgspec.structs.replace(report, noted=report.ok and _note(store, manifest))
 
 
-def _note(store: ObjectStore, manifest: Manifest) -> bool:
-    key = manifest_key(manifest.generation, manifest.step)
-    ref = ManifestRef(step=manifest.step, generation=manifest.generation, key=key)
+def _note_sound(store: ObjectStore, ref: ManifestRef) -> bool:
+    """Also of one that was set aside: somebody has brought back what was missing."""
     try:
+        lower_flag(store, ref, "aside")
         raise_flag(store, ref, "verified", "ckpt verify")
     except ObjectStoreDeniedError:
         return False  # who may only read can verify all the same

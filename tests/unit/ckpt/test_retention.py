@@ -18,8 +18,12 @@ from surefoot.ckpt.manifest import (
     part_key,
 )
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.retention import Retention, deletable, objects_of
+from surefoot.ckpt.retention import Retention, held_of, judge, objects_of
 from surefoot.ckpt.store import MemoryObjectStore
+
+
+def deletable(of: list[ManifestRef], retention: Retention) -> list[ManifestRef]:
+    return [v.ref for v in judge(held_of(of, {}), retention.rules()) if not v.keep]
 
 
 def line(*steps: int) -> list[ManifestRef]:
