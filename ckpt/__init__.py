@@ -6,7 +6,8 @@
         loaded = c.load(state)
         handle = c.save(step, state)
 
-`Checkpointer`, `save`, `load` and `read` import torch when they are first used; the rest is torch-free.
+`Checkpointer`, `save`, `load` and `read` import torch when they are first used; the rest is torch-free. What is raised stands here
+too: `CkptError` and all below it, and `ObjectStoreError` for what storage does.
 """
 
 from __future__ import annotations
@@ -16,22 +17,56 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surefoot.ckpt.declared import Boxes, PerRank
+    from surefoot.ckpt.errors import (
+        CkptError,
+        CkptUserError,
+        CkptWorldError,
+        CommitError,
+        CoverageError,
+        DamagedError,
+        FencedError,
+        FormatError,
+        LineageError,
+        ReplicasDifferError,
+        StateError,
+        StateMismatchError,
+        StepMissingError,
+    )
     from surefoot.ckpt.exporting import export
+    from surefoot.ckpt.generation import StaleStartError
     from surefoot.ckpt.inspect import steps
     from surefoot.ckpt.loading import Loaded, read
     from surefoot.ckpt.manifest import Manifest
     from surefoot.ckpt.oneshot import load, save
     from surefoot.ckpt.saving import Checkpointer, SaveHandle
+    from surefoot.ckpt.store import ObjectStoreDeniedError, ObjectStoreError, ObjectStoreUnavailableError
     from surefoot.ckpt.verifying import Report, verify
 
 __all__ = [
     "Boxes",
     "Checkpointer",
+    "CkptError",
+    "CkptUserError",
+    "CkptWorldError",
+    "CommitError",
+    "CoverageError",
+    "DamagedError",
+    "FencedError",
+    "FormatError",
+    "LineageError",
     "Loaded",
     "Manifest",
+    "ObjectStoreDeniedError",
+    "ObjectStoreError",
+    "ObjectStoreUnavailableError",
     "PerRank",
+    "ReplicasDifferError",
     "Report",
     "SaveHandle",
+    "StaleStartError",
+    "StateError",
+    "StateMismatchError",
+    "StepMissingError",
     "export",
     "load",
     "read",
@@ -54,6 +89,23 @@ _HOMES = {
     "Report": "verifying",
     "export": "exporting",
     "Manifest": "manifest",
+    "CkptError": "errors",
+    "CkptUserError": "errors",
+    "CkptWorldError": "errors",
+    "CommitError": "errors",
+    "CoverageError": "errors",
+    "DamagedError": "errors",
+    "FencedError": "errors",
+    "FormatError": "errors",
+    "LineageError": "errors",
+    "ReplicasDifferError": "errors",
+    "StateError": "errors",
+    "StateMismatchError": "errors",
+    "StepMissingError": "errors",
+    "StaleStartError": "generation",
+    "ObjectStoreError": "store",
+    "ObjectStoreDeniedError": "store",
+    "ObjectStoreUnavailableError": "store",
 }
 
 

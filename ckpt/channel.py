@@ -175,6 +175,9 @@ class StoreChannel:
             self._fore.set(f"a/{self._round}", b"!" + error.encode())
             raise ChannelError(f"rank 0 {error}") from e
         words: list[bytes] = self._fore.multi_get([f"x/{r}" for r in range(self.world_size)])
+        if gone := [r for r, word in enumerate(words) if word == _farewell(self._round)]:
+            self._fore.set(f"a/{self._round}", b"!" + f"says that {_ranks(gone)} {_CLOSED}".encode())
+            raise ChannelError(f"{_ranks(gone)} {_CLOSED}")
         try:
             answer = judge([word.partition(b" ")[2] for word in words])
         except Exception as e:
@@ -254,8 +257,17 @@ class StoreChannel:
             ) from e
 
     def close(self) -> None:
-        """The host stays until everybody has said goodbye, so that nobody's last word is lost; others leave at once."""
+        """The host stays until everybody has said goodbye, so that nobody's last word is lost; others leave at once.
+
+        Who leaves has spoken for the next round: a rank that begins one is told, instead of waiting for a word that never comes.
+        """
         try:
+            self._round += 1
+            self._fore.set(f"x/{self.rank}", _farewell(self._round))
+            if self._fore.add(f"n/{self._round}", 1) == self.world_size:
+                self._fore.set(f"all/{self._round}", b"")
+            if self._hosts:
+                self._fore.set(f"a/{self._round}", b"!" + _CLOSED.encode())
             self._fore.set(f"bye/{self.rank}", b"")
             if self._hosts:
                 everybody = [f"bye/{r}" for r in range(self.world_size)]
@@ -263,6 +275,13 @@ class StoreChannel:
         except (RuntimeError, dist.DistError):
             pass  # somebody died: there is nobody to wait for
         del self._back, self._fore
+
+
+_CLOSED = "has closed its Checkpointer: all ranks make the same calls, in the same order"
+
+
+def _farewell(number: int) -> bytes:
+    return b"%d!" % number
 
 
 _opened: dict[str, int] = {}

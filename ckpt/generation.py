@@ -44,7 +44,7 @@ def open_alone(
 
     Raises CkptUserError where that is not beyond `start`, and as `open_generation`.
     """
-    if step <= start.step:
+    if start.generation and step <= start.step:
         raise CkptUserError(
             f"step {step} is not newer than step {start.step}, which this start continues from: save under a higher number"
         )

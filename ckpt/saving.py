@@ -9,6 +9,7 @@ the memory budget, is written straight from live memory instead.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import secrets
 import socket
@@ -26,7 +27,14 @@ from surefoot.ckpt.aside import RESUME_TRIES, Resume
 from surefoot.ckpt.cadence import Cadence
 from surefoot.ckpt.channel import Channel, open_channel
 from surefoot.ckpt.equipment import Equipment
-from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError, CommitError, FencedError
+from surefoot.ckpt.errors import (
+    CkptError,
+    CkptUserError,
+    CkptWorldError,
+    CommitError,
+    FencedError,
+    StateError,
+)
 from surefoot.ckpt.flight import Flight, Terms, words_of_attempt
 from surefoot.ckpt.generation import open_alone
 from surefoot.ckpt.handles import GRACE_S, SaveHandle
@@ -89,6 +97,7 @@ class Checkpointer:
         busy: Literal["wait", "skip"] = "wait",
         resume_tries: int | None = RESUME_TRIES,
     ) -> None:
+        _require_sensible(keep, keep_every, memory_budget, deadline_s, busy)
         self._cadence = Cadence(every, every_s)
         self._store: ObjectStore = open_store(root)
         self._group = group
@@ -105,6 +114,8 @@ class Checkpointer:
         self._seen: frozenset[ManifestRef] = frozenset()
         self._generation: int | None = None
         self._in_flight: SaveHandle | None = None
+        self._latest: SaveHandle | None = None
+        """Of the newest step that was saved, in flight or not."""
         self._flight: Flight | None = None
         self._last_attempt = ""
         self._last_commit: tuple[int, float] | None = None
@@ -160,12 +171,14 @@ class Checkpointer:
         cursor: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         blocking: bool = False,
+        force: bool = False,
     ) -> SaveHandle:
         """Stage `state` as the state after `step` steps and let it be uploaded and committed. Blocks while copying only, and
         while an earlier save is under way; `state` may change once it returns.
 
         Args:
             cursor: the loader's position, the same on all ranks.
+            force: save whether `step` is due or not, as after the last step of a run; where it was saved just before, that is it.
             extra: what this rank wants back beside the state. Both must be what JSON can say.
             blocking: write straight from live memory, without a copy, and return when the step is committed.
 
@@ -173,13 +186,17 @@ class Checkpointer:
         on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
         """
         self._require_mine()
+        step = _whole(step)
         begun = time.monotonic()
+        if force and self._latest is not None and self._latest.step == step:
+            return self._latest
         handle = SaveHandle(step)
         uploading = self._in_flight is not None and not self._in_flight.done()
-        if not self._cadence.due(step, self._opened, lambda: read_records(self._store), uploading=uploading):
+        due = self._cadence.due(step, self._opened, lambda: read_records(self._store), uploading=uploading)
+        if not due and not force:
             handle.finish(None)
             return handle
-        if self._skips and not blocking and self._under_way(step):
+        if self._skips and not blocking and not force and self._under_way(step):
             handle.finish(None)
             return handle
         self._settle()
@@ -370,7 +387,7 @@ class Checkpointer:
     ) -> None:
         """Agree, and have a flight see it through; then stage the state, or write it."""
         equipment, channel = self._equipped(), self._opened()
-        attempt = self._agree(handle.step, state)
+        attempt = self._agree(handle.step, state, cursor=cursor, extra=extra)
         generation = self._generation_for(handle.step, channel)
         staged = not blocking and equipment.get_ready()
         terms = self._terms(Attempt(generation=generation, step=handle.step, attempt=attempt))
@@ -379,7 +396,7 @@ class Checkpointer:
             self._flight.join()
         self._flight = flight
         flight.start()  # before the copy: the others are to know at once if this process dies in it
-        self._in_flight = handle
+        self._in_flight = self._latest = handle
         try:
             job = UploadMsg(
                 generation=generation,
@@ -427,8 +444,11 @@ class Checkpointer:
         self._swept = True
         self._settle_resume()
 
-    def _look(self, step: int, state: Mapping[str, Any]) -> tuple[Word, Exception | None]:
+    def _look(
+        self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None
+    ) -> tuple[Word, Exception | None]:
         try:
+            _require_plain(**plain)
             return Word(step=step, fresh=self._equipped().live.look(state)), None
         except Exception as e:  # the others must hear of it before this rank raises
             return Word(step=step, failure=f"{type(e).__name__}: {e}"), e
@@ -441,9 +461,9 @@ class Checkpointer:
 
         return decode_verdict(self._opened().decide(msgspec.json.encode(word), answer))
 
-    def _agree(self, step: int, state: Mapping[str, Any]) -> str:
+    def _agree(self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None) -> str:
         """One round per save: all save the same step, all can; where a layout is new, all tell theirs. Returns the attempt."""
-        word, error = self._look(step, state)
+        word, error = self._look(step, state, **plain)
         verdict = self._decide(word)
         if error is not None:
             raise error
@@ -477,3 +497,37 @@ class Checkpointer:
             raise error or CkptWorldError(f"rank 0 could not open a generation: {answer[1:]}")
         self._generation = int(answer)
         return self._generation
+
+
+def _whole(step: Any) -> int:
+    """Raises CkptUserError for what is no step."""
+    try:
+        found = operator.index(step)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise CkptUserError(f"{step!r} is no step: steps are whole numbers from 0")
+    return found
+
+
+def _require_plain(**given: dict[str, Any] | None) -> None:
+    """Raises StateError naming what JSON has no form for."""
+    for name, value in given.items():
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise StateError(f"{name} has to consist of numbers, text, lists and mappings: {e}") from e
+
+
+def _require_sensible(keep: Any, keep_every: Any, memory_budget: Any, deadline_s: Any, busy: Any) -> None:
+    """Raises ValueError for options that would fail later, or be passed over in silence."""
+    for name, count in (("keep", keep), ("keep_every", keep_every), ("memory_budget", memory_budget)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            unit = " of bytes" if name == "memory_budget" else ""
+            raise ValueError(f"{name} = {count!r}: a whole number{unit}, at least 1, or leave it out")
+    if keep_every is not None and keep is None:
+        raise ValueError("keep_every says what stays beside the newest `keep`: give keep as well")
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:
+        raise ValueError(f"deadline_s = {deadline_s!r}: a positive number of seconds")
+    if busy not in ("wait", "skip"):
+        raise ValueError(f"busy = {busy!r}: 'wait' or 'skip'")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from surefoot import ckpt, failpoint
 from surefoot.ckpt import channel, flight, saving
+from surefoot.ckpt.channel import ChannelError
 from surefoot.ckpt.errors import CkptError, CommitError
 from surefoot.ckpt.store import open_store
 from surefoot.ckpt.upload import report_failure
@@ -88,6 +89,19 @@ def uploader_of(c: ckpt.Checkpointer) -> int:
 
 
 # ---------------------------------------------------------------- acts
+
+
+def one_rank_closes(root: str, leaver: int) -> None:
+    state = sharded(9)
+    c = ckpt.Checkpointer(root)
+    c.save(1, state).wait()
+    if dist.get_rank() == leaver:
+        c.close()
+        return
+    with pytest.raises(ChannelError, match=f"rank {leaver} has closed its Checkpointer"):
+        c.save(2, state)
+    c.close()
+    assert ckpt.steps(root) == [1]
 
 
 def save_at_every_step(root: str, rounds: int) -> None:

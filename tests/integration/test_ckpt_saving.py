@@ -50,6 +50,12 @@ def test_a_rank_that_is_killed(victim: int, rank_host: Any, tmp_path: Path) -> N
     assert [e.code for e in ended] == [-9 if r == victim else 0 for r in range(3)], "\n".join(map(str, ended))
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_closes_while_others_save(leaver: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Only some ranks call save, the commonest slip: they are told at once, and not when a timeout of minutes is over."""
+    ranks(3, "saving_acts:one_rank_closes", (tmp_path / "root").as_uri(), leaver)
+
+
 def test_late_words_of_an_attempt_that_was_given_up(ranks: Ranks, tmp_path: Path) -> None:
     """CKP-24."""
     ranks(2, "saving_acts:late_words", (tmp_path / "root").as_uri())

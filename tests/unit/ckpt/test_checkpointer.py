@@ -331,3 +331,56 @@ def test_a_forked_process_leaves_the_checkpointer_to_its_owner(tmp_path: Path) -
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         c.save(3, {"w": torch.ones(3)}).wait()
     assert ckpt.steps(str(tmp_path / "root")) == [1, 3]
+
+
+def test_a_root_may_be_a_path_and_step_0_a_step(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    ckpt.save(root, 0, {"w": torch.zeros(3)})
+    ckpt.save(root, 1, {"w": torch.ones(3)})
+    assert ckpt.steps(root) == [0, 1]
+    assert ckpt.verify(root, 0).ok
+    assert ckpt.read(root, 0, "w").tolist() == [0, 0, 0]
+    with pytest.raises(CkptUserError, match="step 1 is not newer"):
+        ckpt.save(root, 1, {"w": torch.ones(3)})
+
+
+def test_the_last_step_is_saved_though_it_is_not_due(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    with ckpt.Checkpointer(tmp_path, every=10) as c:
+        assert c.save(7, state).wait() is None
+        assert c.save(10, state) is c.save(10, state, force=True)
+        c.save(13, state, force=True)
+    assert ckpt.steps(tmp_path) == [10, 13]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep": "3"}, "keep = '3'"),
+        ({"memory_budget": "1GB"}, "memory_budget = '1GB'"),
+        ({"keep_every": 5}, "give keep as well"),
+        ({"deadline_s": -1}, "deadline_s = -1"),
+        ({"busy": "drop"}, "busy = 'drop'"),
+    ],
+)
+def test_options_are_looked_at_at_once(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        ckpt.Checkpointer(tmp_path, **options)
+
+
+def test_what_is_no_step_and_no_plain_cursor(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as c:
+        for step in ("5", -1, 1.5):
+            with pytest.raises(CkptUserError, match="is no step"):
+                c.save(step, {"w": torch.ones(3)})  # pyright: ignore[reportArgumentType]
+        with pytest.raises(StateError, match="cursor has to consist of"):
+            c.save(1, {"w": torch.ones(3)}, cursor={"at": torch.ones(3)})
+        c.save(1, {"w": torch.ones(3)}, cursor={"at": [1, 2]})
+
+
+def test_all_that_is_raised_can_be_imported() -> None:
+    from surefoot.ckpt import errors
+
+    named = {n for n in vars(errors) if n.endswith("Error")} - {"ImageError", "SlotTooSmallError"}
+    assert {*named, "StaleStartError", "ObjectStoreError"} <= set(ckpt.__all__)
+    assert all(issubclass(getattr(ckpt, n), Exception) for n in named)
