@@ -75,14 +75,18 @@ def note_resume(store: ObjectStore, ref: ManifestRef) -> Resume | None:
     return Resume(store, key)
 
 
-def set_aside(store: ObjectStore, ref: ManifestRef, reason: str) -> None:
-    """Mark a damaged checkpoint, which then is no verified one any more. Never raises: a store that cannot be written to can
-    still be loaded from."""
+def set_aside(store: ObjectStore, ref: ManifestRef, reason: str) -> bool:
+    """Mark a damaged checkpoint, which then is no verified one any more. False where its manifest is gone: then nothing is damaged,
+    retention has deleted it meanwhile. Never raises: a store that cannot be written to can still be loaded from."""
     try:
         raise_flag(store, ref, "aside", reason)
         lower_flag(store, ref, "verified")
+        if not any(o.key == ref.key for o in store.list(step_prefix(ref.generation, ref.step))):
+            lower_flag(store, ref, "aside")
+            return False
     except ObjectStoreError as e:
         _log.warning("step %d is damaged, and could not be set aside: %s", ref.step, e)
+    return True
 
 
 def why_aside(store: ObjectStore, generation: int, step: int) -> str:

@@ -144,6 +144,11 @@ class GcPlan(msgspec.Struct, frozen=True, kw_only=True):
     foreign: tuple[str, ...] = ()
     """Keys that are none of ours; never touched."""
     foreign_nbytes: int = 0
+    waiting: int = 0
+    """Attempts that no manifest names and somebody may still be working on: they go once a later generation has committed."""
+    waiting_nbytes: int = 0
+    waiting_uploads: int = 0
+    """As `unfinished`, of generations that are not over; their size is not known."""
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +176,12 @@ def plan_gc(store: ObjectStore, retention: Retention | None, *, off_lineage: boo
         if (g, s) not in named and g < over_below
         for key in sorted(keys)
     ]
+    gone = {o.attempt for o in found}
+    waiting = [
+        keys
+        for ref, keys in holdings.attempts.items()
+        if (ref.generation, ref.step) not in named and ref not in gone and ref.generation >= over_below
+    ]
     return GcPlan(
         root=store.root,
         checkpoints=tuple(doomed),
@@ -179,6 +190,11 @@ def plan_gc(store: ObjectStore, retention: Retention | None, *, off_lineage: boo
         unfinished=tuple(_in_words(u) for u in _stale(store, over_below)),
         foreign=tuple(sorted(holdings.foreign)),
         foreign_nbytes=sum(holdings.foreign.values()),
+        waiting=len(waiting),
+        waiting_nbytes=sum(sum(keys.values()) for keys in waiting),
+        waiting_uploads=sum(
+            len(store.unfinished(f"gen-{g:04d}/")) for g in list_records(store) if g >= over_below
+        ),
     )
 
 

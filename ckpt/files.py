@@ -131,6 +131,8 @@ class FileObjectStore:
         """Of the folder that holds whatever starts with `prefix`: see `_walk`."""
         folder, _, _ = prefix.rpartition("/")
         with self.mapped("list", prefix):
+            if self._folder.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self._folder))
             return list(_walk(os.path.join(self._folder, folder), folder + "/" if folder else ""))
 
     def _path(self, key: str) -> Path:

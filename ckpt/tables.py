@@ -225,6 +225,11 @@ def print_gc(plan: GcPlan, *, done: bool) -> None:
         say(f"  left alone: {key} is none of ours")
     if (more := len(plan.foreign) - SHOWN_MAX) > 0:
         say(f"  left alone: {more} more that are none of ours")
+    if plan.waiting or plan.waiting_uploads:
+        say(
+            f"  left alone: {plan.waiting} unfinished attempts ({human(plan.waiting_nbytes)}) and {plan.waiting_uploads} uploads that were "
+            f"begun, of starts that are running or have died; they go by themselves when a later start has committed"
+        )
     total = len(plan.checkpoints) + len(plan.orphans) + len(plan.stale_flags) + len(plan.unfinished)
     if not total:
         say("nothing to delete")

@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from surefoot.ckpt.aside import set_aside
-from surefoot.ckpt.errors import CkptError, DamagedError
+from surefoot.ckpt.errors import CkptError, DamagedError, StepMissingError
 from surefoot.ckpt.flags import lower_flag, raise_flag
 from surefoot.ckpt.inspect import find_ref
 from surefoot.ckpt.manifest import DataObject, Manifest, ManifestRef
@@ -56,6 +56,8 @@ def verify_step(
     report = Report(step=ref.step, generation=ref.generation, root=store.root)
     try:
         manifest = read_manifest(store, ref.generation, ref.step)
+    except StepMissingError:
+        raise
     except CkptError as e:
         if isinstance(e, DamagedError):
             set_aside(store, ref, str(e))
@@ -74,8 +76,10 @@ def verify_step(
         except DamagedError as e:
             checked = begun
             damage.append(str(e))
-    if damage:
-        set_aside(store, ref, damage[0])
+    if damage and not set_aside(store, ref, damage[0]):
+        raise StepMissingError(
+            f"step {ref.step} of generation {ref.generation} was deleted while it was verified"
+        )
     return msgspec.structs.replace(
         report,
         objects=sound,

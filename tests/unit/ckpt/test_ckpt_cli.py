@@ -13,7 +13,8 @@ from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.__main__ import main
-from surefoot.ckpt.record import Record, StartRef, create_record
+from surefoot.ckpt.flags import flags_among
+from surefoot.ckpt.record import Record, StartRef, create_record, list_manifests
 from surefoot.ckpt.store import ObjectStoreDeniedError, open_store
 from surefoot.ckpt.tables import ago, human
 from surefoot.exitcodes import ExitCode
@@ -121,7 +122,7 @@ def test_verify(run: Any, root: str, byte: int) -> None:
         (["gc", "{root}", "--keep-every", "5"], ExitCode.USAGE, "--keep N"),
         (["gc", "{root}", "--keep", "1"], ExitCode.USAGE, "keep"),
         (["keep", "{root}", "7"], ExitCode.USAGE, "no step 7"),
-        (["ls", "{root}/gen-0001/step-0000000020/manifest.json"], 0, ""),
+        (["ls", "{root}/gen-0001/step-0000000020/manifest.json"], ExitCode.ENVIRONMENT, "a file stands"),
         (["nonsense"], ExitCode.USAGE, "nonsense"),
     ],
 )
@@ -226,6 +227,40 @@ def test_export_import_and_back(run: Any, root: str, tmp_path: Path) -> None:
     assert "at step 3 already" in err
 
 
+def test_gc_keeps_the_sound_ones_when_verify_has_found_damage(run: Any, tmp_path: Path) -> None:
+    """Steps 3 and 4 were verified and are damaged since; 1 and 2 are all there is. Brought back, a step counts again."""
+    root = tmp_path / "root"
+    store = open_store(root)
+    create_record(store, Record(generation=1, start=StartRef(), reason="start", created_by="t"))
+    for step in (1, 2, 3, 4):
+        images = make_images(arrays(), 2, step=step)
+        tiers.upload_images(store, images, generation=1, step=step, attempt="a1", writer=0, deadline_s=10)
+        tiers.commit(store, generation=1, step=step, attempt="a1", writers=1, deadline_s=5, facts={})
+    assert run("verify", str(root), "4")[0] == 0
+    sound: dict[int, bytes] = {}
+    for step in (3, 4):
+        path = next(root.glob(f"gen-0001/step-{step:010d}/a1/r00000-0.safetensors"))
+        sound[step] = path.read_bytes()
+        path.write_bytes(sound[step][:-1] + bytes([sound[step][-1] ^ 1]))
+        assert run("verify", str(root), str(step))[0] == ExitCode.UNEXPECTED
+    _, out, _ = run("ls", str(root))
+    assert out.count("set aside: damaged") == 2
+    assert "verified" not in out
+    assert run("gc", str(root), "--keep", "2", "--yes")[0] == 0
+    assert [m.step for m in list_manifests(store)] == [1, 2, 3, 4]
+    assert run("verify", str(root), "2")[0] == 0
+    next(root.glob("gen-0001/step-0000000004/a1/r00000-0.safetensors")).write_bytes(sound[4])
+    assert run("verify", str(root), "4")[0] == 0
+    assert flags_among(o.key for o in store.list("gen-"))[1, 4] == {"verified"}
+
+
+def test_a_file_is_no_root(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("not a root")
+    for words in (["ls"], ["show"], ["verify"], ["gc"]):
+        code, _, err = run(*words, str(tmp_path / "notes.txt"))
+        assert (code, "a file stands where a folder should" in err) == (ExitCode.ENVIRONMENT, True), words
+
+
 def test_gc_says_what_it_would_do(run: Any, root: str) -> None:
     folder = Path(root.removeprefix("file://"))
     dead = folder / "gen-0001" / "step-0000000030" / "dead"
@@ -236,7 +271,19 @@ def test_gc_says_what_it_would_do(run: Any, root: str) -> None:
     store = open_store(root)
     tiers.upload_images(store, images, generation=2, step=50, attempt="a1", writer=0, deadline_s=10)
     tiers.commit(store, generation=2, step=50, attempt="a1", writers=1, deadline_s=5, facts={})
+    tiers.upload_images(
+        store,
+        make_images(arrays(), 2, step=60, generation=2),
+        generation=2,
+        step=60,
+        attempt="a2",
+        writer=0,
+        deadline_s=10,
+    )
+    store.upload("gen-0002/step-0000000070/a3/r00000-0.safetensors", 4096, deadline_s=10)
     out = run("gc", root)[1]
+    assert "left alone: 1 unfinished attempts (" in out
+    assert "and 1 uploads that were begun" in out
     assert "would delete attempt dead at step 30 of generation 1, 5.0 kB: its generation is over" in out
     assert "README is none of ours" in out
     assert "nothing was deleted" in out
