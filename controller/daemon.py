@@ -84,6 +84,8 @@ class Controller:
         self._lock = threading.Lock()
         """Guards what the election's thread hands over: the leadership of the present term."""
         self._leadership: Leadership | None = None
+        self._leads: Leadership | None = None
+        """The leadership that this term's effects act under."""
         self._effects: Effects | None = None
         self._follower: WorldFollower | None = None
         self._exit: int | None = None
@@ -192,9 +194,12 @@ class Controller:
                 log.info("%s: %s", decision.topic, decision.text)
                 history.note("report", topic=decision.topic, text=decision.text, cause=decision.cause_id)
                 if decision.topic == "leadership":
-                    # Whatever made the core give up, the key must not stay with one who decides nothing.
+                    # Whatever made the core give up, the key must not stay with one who decides nothing. The election's
+                    # thread may have won again since: only the leadership that was given up ends here.
+                    given_up = self._leads
                     self._end_term()
-                    self._election.resign()
+                    if given_up is not None:
+                        given_up.resign()
             case dec.OpenIncident():
                 incident = decision.incident
                 history.note("incident", **wire_facts(incident))
@@ -227,6 +232,7 @@ class Controller:
             leadership, term = self._leadership, self._inbox.term
         if leadership is None or leadership.token != self._state.token:
             return  # another election has come since; its own event follows
+        self._leads = leadership
         self._effects = Effects(
             Means(
                 store=self._store,
@@ -253,7 +259,7 @@ class Controller:
             self._follower.stop()
         if self._effects is not None:
             self._effects.stop()
-        self._follower = self._effects = None
+        self._follower = self._effects = self._leads = None
 
     def _shut_down(self) -> None:
         if self._follower is not None:

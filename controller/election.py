@@ -13,7 +13,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from surefoot import history
 from surefoot.controller import wire
@@ -40,6 +40,12 @@ class Leadership:
 
     token: int
     keeper: LeaseKeeper
+    over: threading.Event = field(default_factory=threading.Event, repr=False)
+    """Set when it has ended, whoever ended it."""
+
+    def resign(self) -> None:
+        """Give it up; another campaign follows. What is late, and speaks of a leadership gone by, ends no later one."""
+        self.over.set()
 
     def alive(self) -> bool:
         """Does the lease certainly live on? Never blocks, and is right also right after a stop of the process."""
@@ -79,15 +85,11 @@ class Election:
         self._rng = rng
         self._stopped = threading.Event()
         self._over = threading.Event()
-        """The present leadership has ended."""
+        """Of the present campaign, and of the leadership that it won."""
         self._thread = threading.Thread(target=self._run, name="election", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-
-    def resign(self) -> None:
-        """Give the leadership up; another campaign follows, unless stopped."""
-        self._over.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Resign for good: the key is gone when this returns, if etcd answers in time."""
@@ -153,8 +155,12 @@ class Election:
             watch.close()
 
     def _campaign_and_hold(self) -> None:
-        self._over.clear()
-        keeper = LeaseKeeper(self._store, self._ttl_s, on_lost=self._lost, rng=self._rng)
+        over = self._over = threading.Event()
+        if self._stopped.is_set():
+            return
+        keeper = LeaseKeeper(
+            self._store, self._ttl_s, on_lost=lambda reason: self._lost(over, reason), rng=self._rng
+        )
         keeper.start()
         try:
             token = self._campaign(keeper)
@@ -162,15 +168,15 @@ class Election:
                 failpoint("leader.after_win")
                 history.note("elected", name=self._name, token=token)
                 log.info("elected (token %d)", token)
-                self._on_elected(Leadership(token, keeper))
-                self._over.wait()
+                self._on_elected(Leadership(token, keeper, over))
+                over.wait()
         finally:
             keeper.stop()
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, over: threading.Event, reason: str) -> None:
         history.note("deposed", name=self._name, reason=reason)
         self._on_deposed(reason)
-        self._over.set()
+        over.set()
 
     def _campaign(self, keeper: LeaseKeeper) -> int | None:
         """One transaction; the token if it was won. Raises CoordError."""

@@ -327,6 +327,22 @@ def test_lost_lease_deposes(eventually: Any) -> None:
     a.election.stop()
 
 
+def test_a_late_resignation_ends_no_later_leadership(eventually: Any) -> None:
+    """Its thread has won again by the time its loop gives the former leadership up: it must not lose the new one."""
+    store, keys = MemoryStore(), Keys("j")
+    a = Candidate(store, "a")
+    eventually(lambda: a.won)
+    store.revoke(store.get(keys.leader).lease)
+    eventually(lambda: len(a.won) == 2, within_s=8)
+    a.won[0].resign()
+    assert a.won[0].over.is_set()
+    assert not a.won[1].over.is_set()
+    a.won[1].resign()
+    eventually(lambda: len(a.won) == 3)
+    assert store.get(keys.leader).create_revision == a.won[2].token
+    a.election.stop()
+
+
 def test_standby_leaves_when_the_job_has_ended(eventually: Any) -> None:
     store, keys = MemoryStore(), Keys("j")
     a = Candidate(store, "a")
