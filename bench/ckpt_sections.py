@@ -249,7 +249,7 @@ def plan(bench: Bench) -> Rows:
 
 def s3(bench: Bench) -> Rows:
     """Blocking saves and loads over S3 against boto3's managed transfers of the same bytes and part size."""
-    from surefoot.ckpt.s3 import PART_NBYTES
+    from surefoot.ckpt.objects.s3 import PART_NBYTES
 
     part = {"part_nbytes": PART_NBYTES}
     with s3_world(bench, bench.size.state_nbytes) as (world, buckets):

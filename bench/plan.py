@@ -25,11 +25,11 @@ from typing import Any
 
 from plan_worlds import KINDS, World, descriptions, fsdp, transformer
 
-from surefoot.ckpt.coverage import prove_coverage
-from surefoot.ckpt.layouts import Layouts, describe, exchange_layouts
+from surefoot.ckpt.live.ranklayout import agree_on_layout
 from surefoot.ckpt.manifest import TensorMeta
-from surefoot.ckpt.plan import Plan, RankShare, nbytes_of
-from surefoot.ckpt.ranklayout import agree_on_layout
+from surefoot.ckpt.planning.coverage import prove_coverage
+from surefoot.ckpt.planning.layouts import Layouts, describe, exchange_layouts
+from surefoot.ckpt.planning.plan import Plan, RankShare, nbytes_of
 
 TENSORS = 1024
 SIZES = (256, 1024, 4096, 16_384)

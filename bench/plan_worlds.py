@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from surefoot.ckpt.boxes import Sharding, held_boxes
-from surefoot.ckpt.layouts import Description, HeldTensor, describe
+from surefoot.ckpt.planning.layouts import Description, HeldTensor, describe
 
 HASH_NBYTES = 16
 WIDTH, VOCABULARY = 8192, 128_256

@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from surefoot.ckpt.declared import Boxes, PerRank
     from surefoot.ckpt.errors import (
         CkptError,
         CkptUserError,
@@ -32,15 +31,16 @@ if TYPE_CHECKING:
         StateMismatchError,
         StepMissingError,
     )
-    from surefoot.ckpt.exporting import export
-    from surefoot.ckpt.generation import StaleStartError
-    from surefoot.ckpt.inspect import steps
-    from surefoot.ckpt.loading import Loaded, read
+    from surefoot.ckpt.live.declared import Boxes, PerRank
+    from surefoot.ckpt.loading.together import Loaded, read
     from surefoot.ckpt.manifest import Manifest
-    from surefoot.ckpt.oneshot import load, save
-    from surefoot.ckpt.saving import Checkpointer, SaveHandle
+    from surefoot.ckpt.saving.checkpointer import Checkpointer, SaveHandle
+    from surefoot.ckpt.saving.generation import StaleStartError
+    from surefoot.ckpt.saving.oneshot import load, save
     from surefoot.ckpt.store import ObjectStoreDeniedError, ObjectStoreError, ObjectStoreUnavailableError
-    from surefoot.ckpt.verifying import Report, verify
+    from surefoot.ckpt.tools.exporting import export
+    from surefoot.ckpt.tools.inspect import steps
+    from surefoot.ckpt.tools.verifying import Report, verify
 
 __all__ = [
     "Boxes",
@@ -76,18 +76,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Boxes": "declared",
-    "PerRank": "declared",
-    "Checkpointer": "saving",
-    "SaveHandle": "saving",
-    "save": "oneshot",
-    "load": "oneshot",
-    "Loaded": "loading",
-    "read": "loading",
-    "steps": "inspect",
-    "verify": "verifying",
-    "Report": "verifying",
-    "export": "exporting",
+    "Boxes": "live.declared",
+    "PerRank": "live.declared",
+    "Checkpointer": "saving.checkpointer",
+    "SaveHandle": "saving.checkpointer",
+    "save": "saving.oneshot",
+    "load": "saving.oneshot",
+    "Loaded": "loading.together",
+    "read": "loading.together",
+    "steps": "tools.inspect",
+    "verify": "tools.verifying",
+    "Report": "tools.verifying",
+    "export": "tools.exporting",
     "Manifest": "manifest",
     "CkptError": "errors",
     "CkptUserError": "errors",
@@ -102,7 +102,7 @@ _HOMES = {
     "StateError": "errors",
     "StateMismatchError": "errors",
     "StepMissingError": "errors",
-    "StaleStartError": "generation",
+    "StaleStartError": "saving.generation",
     "ObjectStoreError": "store",
     "ObjectStoreDeniedError": "store",
     "ObjectStoreUnavailableError": "store",

@@ -6,9 +6,9 @@ import os
 import sys
 from typing import NoReturn
 
-from surefoot.ckpt.cli import app
 from surefoot.ckpt.errors import CkptError, CkptUserError
 from surefoot.ckpt.store import ObjectStoreError
+from surefoot.ckpt.tools.cli import app
 from surefoot.exitcodes import ExitCode
 
 

@@ -97,7 +97,7 @@ class RankPart(_Stored, frozen=True, kw_only=True):
     replicas: dict[str, str] = {}
     """``name@box`` to the xxh3-64 of what this rank holds where other ranks hold the same."""
     values: dict[str, Any] = {}
-    """Plain values by name, encoded by ckpt/values.py."""
+    """Plain values by name, encoded by ckpt/format/values.py."""
     cursor: dict[str, Any] | None = None
     ledger: tuple[LedgerRow, ...] = ()
     extra: dict[str, Any] | None = None

@@ -22,12 +22,12 @@ tensors (which verifies what it reads), and only then sets plain values and call
     filling     a load: gather what there is to do (gathering, placing, optimizer_load, scratch), refuse or do it
 """
 
-from surefoot.ckpt.collecting import Collected, collect, missing_optimizer_nbytes
-from surefoot.ckpt.declared import Boxes, PerRank
-from surefoot.ckpt.filling import Fit, load_into
-from surefoot.ckpt.leaves import Leaf, dtype_name, dtype_of, fill_part, leaf_of, part_of
-from surefoot.ckpt.source import Source, Want
-from surefoot.ckpt.walking import Entry, entries, is_stateful
+from surefoot.ckpt.live.collecting import Collected, collect, missing_optimizer_nbytes
+from surefoot.ckpt.live.declared import Boxes, PerRank
+from surefoot.ckpt.live.filling import Fit, load_into
+from surefoot.ckpt.live.leaves import Leaf, dtype_name, dtype_of, fill_part, leaf_of, part_of
+from surefoot.ckpt.live.source import Source, Want
+from surefoot.ckpt.live.walking import Entry, entries, is_stateful
 
 __all__ = [
     "Boxes",

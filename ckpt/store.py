@@ -183,11 +183,11 @@ def open_store(root: Root, *, deadline_s: float = 30.0) -> ObjectStore:
     url = os.fspath(root)
     parts = urlsplit(url)
     if parts.scheme == "s3" and parts.netloc:
-        from surefoot.ckpt.s3 import S3ObjectStore
+        from surefoot.ckpt.objects.s3 import S3ObjectStore
 
         return S3ObjectStore(parts.netloc, parts.path.strip("/"), deadline_s=deadline_s)
     if parts.scheme in ("", "file") and parts.netloc in ("", "localhost") and parts.path:
-        from surefoot.ckpt.files import FileObjectStore
+        from surefoot.ckpt.objects.files import FileObjectStore
 
         return FileObjectStore(Path(unquote(parts.path) if parts.scheme else url).absolute())
     raise ValueError(f"{url!r} is no root for checkpoints: give file:///path, a path, or s3://bucket/prefix")

@@ -3,15 +3,15 @@
 Torch-free on import; `Stager` and `restore_committed` import it when used.
 """
 
-from surefoot.ckpt.cleaning import apply_retention, sweep_orphans
-from surefoot.ckpt.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError
-from surefoot.ckpt.image import ImageInfo, read_image, unseal, verify_image
+from surefoot.ckpt.format.image import ImageInfo, read_image, unseal, verify_image
+from surefoot.ckpt.keeping.cleaning import apply_retention, sweep_orphans
+from surefoot.ckpt.keeping.retention import Retention
+from surefoot.ckpt.live.staging import Restored, Stager
+from surefoot.ckpt.loading.restore import committed_rows, restore_committed
 from surefoot.ckpt.manifest import LedgerRow
-from surefoot.ckpt.restore import committed_rows, restore_committed
-from surefoot.ckpt.retention import Retention
-from surefoot.ckpt.staging import Restored, Stager
-from surefoot.ckpt.upload import report_failure, upload_images
+from surefoot.ckpt.saving.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
+from surefoot.ckpt.saving.upload import report_failure, upload_images
 
 __all__ = [
     "CommitOutcome",

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from surefoot.ckpt import files
-from surefoot.ckpt.s3 import S3ObjectStore
+from surefoot.ckpt.objects import files
+from surefoot.ckpt.objects.s3 import S3ObjectStore
 from surefoot.ckpt.store import ObjectExistsError, ObjectStore, ObjectStoreError, open_store
 
 LARGE = 11 * 2**20

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.ckpt.probe import Exclusion, ensure_exclusive, probe_conditional
-from surefoot.ckpt.s3 import S3ObjectStore
-from surefoot.ckpt.s3session import Session
+from surefoot.ckpt.objects.probe import Exclusion, ensure_exclusive, probe_conditional
+from surefoot.ckpt.objects.s3 import S3ObjectStore
+from surefoot.ckpt.objects.s3session import Session
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,

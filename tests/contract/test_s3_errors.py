@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.s3 import SINGLE_PUT_NBYTES
-from surefoot.ckpt.s3session import UNREACHABLE_S
+from surefoot.ckpt.objects.s3 import SINGLE_PUT_NBYTES
+from surefoot.ckpt.objects.s3session import UNREACHABLE_S
 from surefoot.ckpt.store import (
     ObjectExistsError,
     ObjectStore,

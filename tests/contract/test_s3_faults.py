@@ -17,9 +17,9 @@ from typing import Any
 import botocore.session
 import pytest
 
-from surefoot.ckpt.probe import Exclusion, ensure_exclusive, probe_conditional
-from surefoot.ckpt.s3 import S3ObjectStore
-from surefoot.ckpt.s3session import Session
+from surefoot.ckpt.objects.probe import Exclusion, ensure_exclusive, probe_conditional
+from surefoot.ckpt.objects.s3 import S3ObjectStore
+from surefoot.ckpt.objects.s3session import Session
 from surefoot.ckpt.store import (
     ObjectExistsError,
     ObjectInfo,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from surefoot import ckpt
-from surefoot.ckpt.inspect import find
 from surefoot.ckpt.store import open_store
+from surefoot.ckpt.tools.inspect import find
 
 pytestmark = [pytest.mark.slow, pytest.mark.s3]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.s3 import PART_NBYTES, S3ObjectStore
+from surefoot.ckpt.objects.s3 import PART_NBYTES, S3ObjectStore
 
 pytestmark = [pytest.mark.soak, pytest.mark.s3]
 

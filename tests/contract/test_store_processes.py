@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.files import FileObjectStore
+from surefoot.ckpt.objects.files import FileObjectStore
 from surefoot.ckpt.store import ObjectStoreDeniedError, open_store
 
 pytestmark = pytest.mark.slow

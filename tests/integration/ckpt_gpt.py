@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot import ckpt
-from surefoot.ckpt.dcp import export_dcp, open_dcp
-from surefoot.ckpt.importing import write_foreign
 from surefoot.ckpt.store import open_store
+from surefoot.ckpt.tools.dcp import export_dcp, open_dcp
+from surefoot.ckpt.tools.importing import write_foreign
 from surefoot.examples.gpt import GPT, Config, sum_of_token_losses
 
 CONFIG = Config(vocab=48, seq_len=16, width=24, heads=4, hidden=40, layers=2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import surefoot.ckpt.saving  # noqa: F401  (once, for all cases)
+import surefoot.ckpt.saving.checkpointer  # noqa: F401  (once, for all cases)
 from surefoot import ckpt, failpoint
 
 STATE: dict[str, Any] = {"w": torch.ones(1000)}
@@ -48,7 +48,8 @@ def failed_before_the_next(root: str) -> None:
 
 
 def interrupted(root: str) -> None:
-    from surefoot.ckpt import handles, saving
+    from surefoot.ckpt.saving import checkpointer as saving
+    from surefoot.ckpt.saving import handles
 
     handles.GRACE_S = saving.GRACE_S = 0.5
     failpoint.arm(failpoint.parse("upload.before_finish=delay:300"))
@@ -58,7 +59,7 @@ def interrupted(root: str) -> None:
 
 
 def raised_without_close(root: str) -> None:
-    from surefoot.ckpt import handles
+    from surefoot.ckpt.saving import handles
 
     handles.GRACE_S = 0.5
     failpoint.arm(failpoint.parse("upload.before_finish=delay:300"))

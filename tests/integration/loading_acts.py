@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot import ckpt
-from surefoot.ckpt import fetching, nodememory, tiers
+from surefoot.ckpt import tiers
 from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
-from surefoot.ckpt.files import FileObjectStore
-from surefoot.ckpt.inspect import find
-from surefoot.ckpt.loading import load_agreed
+from surefoot.ckpt.loading import fetching, nodememory
+from surefoot.ckpt.loading.together import load_agreed
+from surefoot.ckpt.objects.files import FileObjectStore
 from surefoot.ckpt.store import ObjectStoreUnavailableError, open_store
+from surefoot.ckpt.tools.inspect import find
 
 SHAPES = {"w": (1030, 2050), "v": (700, 11, 7), "b": (4099,), "s": ()}
 """8.5 MB of float32: three blocks, none of whose borders falls between two rows; sizes that nothing divides."""

@@ -29,8 +29,8 @@ import torch.distributed.tensor.parallel
 import torch.nn.parallel
 from botocore.loaders import JSONFileLoader
 
-import surefoot.ckpt.s3
-import surefoot.ckpt.saving  # noqa: F401
+import surefoot.ckpt.objects.s3
+import surefoot.ckpt.saving.checkpointer  # noqa: F401
 from surefoot.agent import linux
 
 SHOW_STACKS = signal.SIGUSR2

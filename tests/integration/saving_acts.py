@@ -18,11 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot import ckpt, failpoint
-from surefoot.ckpt import channel, flight, saving
+from surefoot.ckpt import channel
 from surefoot.ckpt.channel import ChannelError
 from surefoot.ckpt.errors import CkptError, CommitError
+from surefoot.ckpt.saving import checkpointer as saving
+from surefoot.ckpt.saving import flight
+from surefoot.ckpt.saving.upload import report_failure
 from surefoot.ckpt.store import open_store
-from surefoot.ckpt.upload import report_failure
 
 COLLECTIVES = (
     "all_gather",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from surefoot.ckpt.image import ALIGN_NBYTES, PAGE_NBYTES, ImageStructure, ImageWriter, aligned
+from surefoot.ckpt.format.image import ALIGN_NBYTES, PAGE_NBYTES, ImageStructure, ImageWriter, aligned
 from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
 
 ROOM_NBYTES = 16 << 10

@@ -12,7 +12,7 @@ from ranks import RankHost
 
 from surefoot.ckpt.record import lineage, list_manifests, read_records
 from surefoot.ckpt.store import ObjectStore, open_store
-from surefoot.ckpt.verifying import verify_step
+from surefoot.ckpt.tools.verifying import verify_step
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ import pytest
 from kill_points import Kill, Point, Watch, fired, points_of
 from ranks import Ended, RankHost
 
-from surefoot.ckpt.cleaning import carry_out, plan_gc
+from surefoot.ckpt.keeping.cleaning import carry_out, plan_gc
 from surefoot.ckpt.record import lineage, list_manifests, read_records
 from surefoot.ckpt.store import ObjectStore, open_store
-from surefoot.ckpt.verifying import verify_step
+from surefoot.ckpt.tools.verifying import verify_step
 
 pytestmark = pytest.mark.slow
 

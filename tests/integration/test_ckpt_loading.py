@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.inspect import find
 from surefoot.ckpt.store import ObjectStore, open_store
+from surefoot.ckpt.tools.inspect import find
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ import pytest
 from homes import Home
 from ranks import RankHost
 
-from surefoot.ckpt.inspect import list_checkpoints
 from surefoot.ckpt.store import ObjectStore, open_store
-from surefoot.ckpt.verifying import verify_step
+from surefoot.ckpt.tools.inspect import list_checkpoints
+from surefoot.ckpt.tools.verifying import verify_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.s3]
 

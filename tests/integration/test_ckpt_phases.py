@@ -18,7 +18,7 @@ from kill_points import Kill, Point, points_of
 
 from surefoot.ckpt.record import lineage, list_manifests, read_records
 from surefoot.ckpt.store import open_store
-from surefoot.ckpt.verifying import verify_step
+from surefoot.ckpt.tools.verifying import verify_step
 
 pytestmark = pytest.mark.slow
 

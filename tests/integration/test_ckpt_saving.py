@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt import channel, flight
+from surefoot.ckpt import channel
+from surefoot.ckpt.saving import flight
 
 pytestmark = pytest.mark.slow
 

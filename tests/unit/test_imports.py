@@ -41,13 +41,30 @@ BORDERS: dict[str, tuple[str, ...]] = {
 }
 """What a package (or a module of it) sees of the others. chaos sees all, and nobody sees chaos: the CLI starts it."""
 
+CKPT_LAYERS = ("objects", "planning", "format", "live", "keeping", "loading", "saving", "tools")
+"""The packages inside `ckpt`: each imports those to its left alone. The modules beside them are what all of them share."""
+
 PURE = (
     *("controller.core", "controller.spec", "controller.wire", "controller.keys"),
-    *("agent.exits", "ckpt.manifest", "ckpt.retention"),
+    *("agent.exits", "ckpt.manifest", "ckpt.keeping.retention"),
     # Arrays over all ranks or pieces: numpy computes, and does no IO.
-    *("ckpt.plan", "ckpt.boxes", "ckpt.layouts", "ckpt.dealing", "ckpt.coverage", "ckpt.merge"),
-    *("ckpt.sound", "ckpt.replicas", "ckpt.values"),
-    *("ckpt.agreeing", "ckpt.interval", "ckpt.orphans", "ckpt.progress", "ckpt.resharding", "ckpt.stformat"),
+    *(
+        "ckpt.planning.plan",
+        "ckpt.boxes",
+        "ckpt.planning.layouts",
+        "ckpt.planning.dealing",
+        "ckpt.planning.coverage",
+        "ckpt.format.merge",
+    ),
+    *("ckpt.format.sound", "ckpt.planning.replicas", "ckpt.format.values"),
+    *(
+        "ckpt.planning.agreeing",
+        "ckpt.planning.interval",
+        "ckpt.keeping.orphans",
+        "ckpt.progress",
+        "ckpt.planning.resharding",
+        "ckpt.format.stformat",
+    ),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),
 )
 PURE_MAY_USE = (
@@ -95,49 +112,49 @@ PURE_MAY_SEE = ("exitcodes", "ckpt.record", "ckpt.errors", "ckpt.boxes", "loader
 PURE_BUT = {
     "controller.spec": ("pathlib",),
     "agent.exits": ("signal",),
-    "ckpt.values": ("binascii", "io"),
+    "ckpt.format.values": ("binascii", "io"),
 }
 """`load_spec` reads the one file it is given; exits are named after the table of signals; arrays are encoded in memory."""
 
 DOORS: dict[str, tuple[str, ...]] = {
     "etcd3": ("controller.etcdstore",),
     "grpc": ("controller.etcdstore",),
-    "rich": ("controller.cli", "controller.view", "ckpt.tables", "chaos.demo"),
-    "typer": ("controller.cli", "ckpt.cli", "chaos.cli"),
-    "s3fs": ("ckpt.s3session",),
-    "botocore": ("ckpt.s3errors",),
+    "rich": ("controller.cli", "controller.view", "ckpt.tools.tables", "chaos.demo"),
+    "typer": ("controller.cli", "ckpt.tools.cli", "chaos.cli"),
+    "s3fs": ("ckpt.objects.s3session",),
+    "botocore": ("ckpt.objects.s3errors",),
     "fsspec": ("ckpt", "loader.source", "chaos"),
     "pyarrow": ("agent.flight", "agent.snapshots", "ckpt", "loader.source", "examples", "chaos"),
     "torch": (
         *(
             *(
-                "ckpt.collecting",
-                "ckpt.copying",
-                "ckpt.equipment",
-                "ckpt.livestate",
-                "ckpt.declared",
-                "ckpt.filling",
-                "ckpt.gathering",
-                "ckpt.kinds",
-                "ckpt.leaves",
+                "ckpt.live.collecting",
+                "ckpt.live.copying",
+                "ckpt.saving.equipment",
+                "ckpt.live.livestate",
+                "ckpt.live.declared",
+                "ckpt.live.filling",
+                "ckpt.live.gathering",
+                "ckpt.live.kinds",
+                "ckpt.live.leaves",
             ),
             *(
-                "ckpt.optimizer_load",
-                "ckpt.optimizers",
-                "ckpt.placing",
-                "ckpt.scratch",
-                "ckpt.walking",
-                "ckpt.wrapped",
+                "ckpt.live.optimizer_load",
+                "ckpt.live.optimizers",
+                "ckpt.live.placing",
+                "ckpt.live.scratch",
+                "ckpt.live.walking",
+                "ckpt.live.wrapped",
             ),
-            "ckpt.saving",
-            "ckpt.oneshot",
-            "ckpt.loading",
-            "ckpt.carrying",
-            "ckpt.fetching",
-            "ckpt.nodememory",
-            "ckpt.sharing",
+            "ckpt.saving.checkpointer",
+            "ckpt.saving.oneshot",
+            "ckpt.loading.together",
+            "ckpt.loading.carrying",
+            "ckpt.loading.fetching",
+            "ckpt.loading.nodememory",
+            "ckpt.loading.sharing",
             "ckpt.channel",
-            *("ckpt.comparing", "ckpt.dcp", "ckpt.tensorstats"),
+            *("ckpt.tools.comparing", "ckpt.tools.dcp", "ckpt.tools.tensorstats"),
             "loader.client",
             "agent.session",
             "agent.trainer",
@@ -148,7 +165,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Heavy libraries and the modules that may load them."""
-TORCH_IN_FUNCTIONS = ("ckpt.tiers", "ckpt.staging", "ckpt.exporting")
+TORCH_IN_FUNCTIONS = ("ckpt.tiers", "ckpt.live.staging", "ckpt.tools.exporting")
 """Loaded by torch-free processes as well."""
 
 
@@ -214,6 +231,14 @@ def crosses_a_border(found: Import) -> bool:
     return found.name not in BORDERS.get(found.module, BORDERS.get(package, ())) and package != "chaos"
 
 
+def climbs(found: Import) -> bool:
+    mine, other = (name.split(".")[1:2] for name in (found.module, found.name))
+    inside = found.module.startswith("ckpt.") and found.ours and found.name.startswith("ckpt.")
+    if not inside or mine[0] not in CKPT_LAYERS or other[0] not in CKPT_LAYERS:
+        return False
+    return CKPT_LAYERS.index(other[0]) > CKPT_LAYERS.index(mine[0])
+
+
 def is_impure(found: Import) -> bool:
     if not within(found.module, PURE):
         return False
@@ -231,7 +256,7 @@ def forces_a_door(found: Import) -> bool:
     return not (root == "torch" and found.late and within(found.module, TORCH_IN_FUNCTIONS))
 
 
-RULES = {"borders": crosses_a_border, "pure": is_impure, "doors": forces_a_door}
+RULES = {"borders": crosses_a_border, "layers": climbs, "pure": is_impure, "doors": forces_a_door}
 ALL = modules()
 FOUND = [found for module, text in ALL.items() for found in imports(module, text, ALL)]
 
@@ -272,6 +297,7 @@ def test_the_walk_sees_everything():
         ("controller.daemon", "from surefoot.ckpt import tiers", "borders"),
         ("controller.cli", "from surefoot.chaos import demo", "borders"),
         ("history", "from surefoot.ckpt import store", "borders"),
+        ("ckpt.loading.aside", "from surefoot.ckpt.saving.commit import x", "layers"),
         ("controller.core.policy", "import time", "pure"),
         ("controller.core.policy", "def f():\n    import random", "pure"),
         ("controller.core.policy", "from surefoot.controller import store", "pure"),
@@ -304,7 +330,7 @@ def test_what_is_allowed_in_functions_is_allowed_there():
         ("controller.cli", ("torch", "pyarrow")),
         ("loader", ("torch",)),
         ("ckpt.store", ("torch",)),
-        ("ckpt.uploader", ("torch", "pyarrow", "s3fs")),
+        ("ckpt.saving.uploader", ("torch", "pyarrow", "s3fs")),
     ],
 )
 def test_processes_do_not_load_what_they_must_not(module: str, unwanted: tuple[str, ...]):

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from surefoot.ckpt.boxes import Sharding, held_boxes
-from surefoot.ckpt.image import ImageStructure, ImageWriter, SharedBox, aligned
+from surefoot.ckpt.format.image import ImageStructure, ImageWriter, SharedBox, aligned
 from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
-from surefoot.ckpt.plan import HeldTensor, Placed, RankShare, assign, place
+from surefoot.ckpt.planning.plan import HeldTensor, Placed, RankShare, assign, place
 
 ROOM = 2**16
 

@@ -16,8 +16,8 @@ import torch
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.boxes import Box, whole
-from surefoot.ckpt.declared import Boxes
 from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.manifest import Manifest
 from surefoot.ckpt.record import Record, StartRef, create_record
 from surefoot.ckpt.store import MemoryObjectStore

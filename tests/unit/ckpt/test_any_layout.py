@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import Box, Sharding, held_boxes, slab, whole
 from surefoot.ckpt.errors import CkptError, CoverageError
-from surefoot.ckpt.plan import ITEMSIZES
+from surefoot.ckpt.planning.plan import ITEMSIZES
 from surefoot.ckpt.store import MemoryObjectStore
 
 WORLD_MAX = 8

@@ -20,7 +20,7 @@ from surefoot.ckpt.boxes import (
     stretch,
     whole,
 )
-from surefoot.ckpt.coverage import Miscount, miscovered
+from surefoot.ckpt.planning.coverage import Miscount, miscovered
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 full_shapes = st.lists(st.integers(1, 6), max_size=3).map(tuple)

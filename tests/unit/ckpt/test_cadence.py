@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.cadence import Cadence
 from surefoot.ckpt.record import Record, StartRef
+from surefoot.ckpt.saving.cadence import Cadence
 
 
 class Clock:

@@ -20,8 +20,8 @@ from surefoot.ckpt.errors import (
     StateError,
     StepMissingError,
 )
-from surefoot.ckpt.generation import StaleStartError
 from surefoot.ckpt.record import Record, StartRef, create_record, read_records
+from surefoot.ckpt.saving.generation import StaleStartError
 from surefoot.ckpt.store import open_store
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_step_is_passed_over_and_kept(root: str, caplog: pytest.LogCap
 
 
 def _line(root: str) -> list[Any]:
-    from surefoot.ckpt.loading import find_line
+    from surefoot.ckpt.loading.together import find_line
 
     return find_line(open_store(root))
 

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from surefoot import ckpt
-from surefoot.ckpt.inspect import list_checkpoints
 from surefoot.ckpt.manifest import object_key
 from surefoot.ckpt.record import list_manifests
 from surefoot.ckpt.store import open_store
+from surefoot.ckpt.tools.inspect import list_checkpoints
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.__main__ import main
-from surefoot.ckpt.flags import flags_among
+from surefoot.ckpt.format.flags import flags_among
 from surefoot.ckpt.record import Record, StartRef, create_record, list_manifests
 from surefoot.ckpt.store import ObjectStoreDeniedError, open_store
-from surefoot.ckpt.tables import ago, human
+from surefoot.ckpt.tools.tables import ago, human
 from surefoot.exitcodes import ExitCode
 
 
@@ -302,7 +302,7 @@ def test_no_permission_is_said(run: Any, root: str, monkeypatch: pytest.MonkeyPa
     def refuse(self: object, prefix: str) -> list[object]:
         raise ObjectStoreDeniedError(f"cannot list {prefix}: give this user read permission")
 
-    monkeypatch.setattr("surefoot.ckpt.files.FileObjectStore.list", refuse)
+    monkeypatch.setattr("surefoot.ckpt.objects.files.FileObjectStore.list", refuse)
     for words in (["ls"], ["show"], ["verify"], ["gc"], ["show", "--tensor", "x"]):
         code, out, err = run(words[0], root, *words[1:])
         assert (code, out) == (ExitCode.ENVIRONMENT, "")

@@ -12,10 +12,12 @@ import pytest
 from ckpt_faulty import FaultyStore
 from ckpt_images import arrays, make_images
 
-from surefoot.ckpt import commit as commit_module
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CommitError, DamagedError, ImageError
-from surefoot.ckpt.image import PAGE_NBYTES
+from surefoot.ckpt.format.image import PAGE_NBYTES
+from surefoot.ckpt.format.merge import merge_parts
+from surefoot.ckpt.format.sound import require_sound
+from surefoot.ckpt.loading.restore import read_ledger, read_manifest
 from surefoot.ckpt.manifest import (
     DataObject,
     LedgerRow,
@@ -30,10 +32,8 @@ from surefoot.ckpt.manifest import (
     object_key,
     part_key,
 )
-from surefoot.ckpt.merge import merge_parts
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.restore import read_ledger, read_manifest
-from surefoot.ckpt.sound import require_sound
+from surefoot.ckpt.saving import commit as commit_module
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,

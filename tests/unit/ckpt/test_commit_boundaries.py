@@ -14,14 +14,14 @@ import pytest
 from ckpt_boundaries import CREATES, Fault, Op, Track
 from ckpt_images import arrays, make_images
 
-from surefoot.ckpt import commit as commit_module
 from surefoot.ckpt import tiers
-from surefoot.ckpt.cleaning import carry_out, plan_gc, sweep_orphans
 from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.keeping.cleaning import carry_out, plan_gc, sweep_orphans
 from surefoot.ckpt.manifest import manifest_key
 from surefoot.ckpt.record import Record, StartRef, create_record, lineage, list_manifests, read_records
+from surefoot.ckpt.saving import commit as commit_module
 from surefoot.ckpt.store import MemoryObjectStore, ObjectStore, ObjectStoreError
-from surefoot.ckpt.verifying import verify_step
+from surefoot.ckpt.tools.verifying import verify_step
 
 WORLD = 4
 COMMITTER = "committer"

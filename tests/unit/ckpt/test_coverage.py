@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.ckpt import coverage
 from surefoot.ckpt.boxes import Box, whole
-from surefoot.ckpt.coverage import Miscount, miscovered, prove_coverage
 from surefoot.ckpt.errors import CoverageError
 from surefoot.ckpt.manifest import TensorMeta
+from surefoot.ckpt.planning import coverage
+from surefoot.ckpt.planning.coverage import Miscount, miscovered, prove_coverage
 
 Pieces = dict[str, tuple[tuple[int, ...], list[Box]]]
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import Box, stretch, whole
-from surefoot.ckpt.dealing import SLABS_MIN, SPLIT_NBYTES, Bulk, deal, fill, unit_of
 from surefoot.ckpt.manifest import BLOCK_NBYTES
+from surefoot.ckpt.planning.dealing import SLABS_MIN, SPLIT_NBYTES, Bulk, deal, fill, unit_of
 
 KIB = 2**10
 

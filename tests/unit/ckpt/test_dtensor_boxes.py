@@ -22,8 +22,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.leaves import leaf_of
-from surefoot.ckpt.plan import HeldTensor, assign
+from surefoot.ckpt.live.leaves import leaf_of
+from surefoot.ckpt.planning.plan import HeldTensor, assign
 
 pytestmark = pytest.mark.slow
 

@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from surefoot import ckpt
-from surefoot.ckpt import exporting
-from surefoot.ckpt.boxreader import BoxReader, slabs
-from surefoot.ckpt.comparing import compare
-from surefoot.ckpt.dcp import UntrustedPickleError, export_dcp, open_dcp
 from surefoot.ckpt.errors import CkptUserError, DamagedError
-from surefoot.ckpt.importing import open_safetensors, write_foreign
-from surefoot.ckpt.inspect import find
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.store import open_store
+from surefoot.ckpt.tools import exporting
+from surefoot.ckpt.tools.boxreader import BoxReader, slabs
+from surefoot.ckpt.tools.comparing import compare
+from surefoot.ckpt.tools.dcp import UntrustedPickleError, export_dcp, open_dcp
+from surefoot.ckpt.tools.importing import open_safetensors, write_foreign
+from surefoot.ckpt.tools.inspect import find
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from surefoot import failpoint
-from surefoot.ckpt.files import OPEN_READERS, FileObjectStore
+from surefoot.ckpt.objects.files import OPEN_READERS, FileObjectStore
 from surefoot.ckpt.store import (
     ObjectExistsError,
     ObjectMissingError,

@@ -8,7 +8,6 @@ import pytest
 from ckpt_faulty import FaultyStore
 
 from surefoot.ckpt.errors import CkptWorldError
-from surefoot.ckpt.generation import TRIES, StaleStartError, open_generation
 from surefoot.ckpt.manifest import manifest_key
 from surefoot.ckpt.record import (
     Record,
@@ -19,6 +18,7 @@ from surefoot.ckpt.record import (
     read_record,
     read_records,
 )
+from surefoot.ckpt.saving.generation import TRIES, StaleStartError, open_generation
 from surefoot.ckpt.store import MemoryObjectStore
 
 

@@ -11,7 +11,7 @@ from ckpt_images import arrays, make_images
 
 from surefoot import failpoint
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError
-from surefoot.ckpt.image import (
+from surefoot.ckpt.format.image import (
     PAGE_NBYTES,
     ImageStructure,
     ImageWriter,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.ckpt.interval import (
+from surefoot.ckpt.planning.interval import (
     INTERVAL_S_MAX,
     INTERVAL_S_MIN,
     PRIOR_MTBF_S,

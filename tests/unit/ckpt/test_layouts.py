@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import Box, Sharding, held_boxes
-from surefoot.ckpt.coverage import prove_coverage
 from surefoot.ckpt.errors import CkptWorldError, CoverageError
-from surefoot.ckpt.layouts import (
+from surefoot.ckpt.manifest import TensorMeta
+from surefoot.ckpt.planning.coverage import prove_coverage
+from surefoot.ckpt.planning.layouts import (
     Description,
     HeldTensor,
     Layouts,
@@ -22,8 +23,7 @@ from surefoot.ckpt.layouts import (
     exchange_layouts,
     layouts_of,
 )
-from surefoot.ckpt.manifest import TensorMeta
-from surefoot.ckpt.plan import Plan, assign, nbytes_of
+from surefoot.ckpt.planning.plan import Plan, assign, nbytes_of
 
 
 class Rounds:

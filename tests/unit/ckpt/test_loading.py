@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from surefoot import ckpt
-from surefoot.ckpt import aside, loading
-from surefoot.ckpt.aside import choose, note_resume, resumes_among
 from surefoot.ckpt.channel import Solo
 from surefoot.ckpt.errors import DamagedError, FormatError, StepMissingError
-from surefoot.ckpt.files import FileObjectStore
-from surefoot.ckpt.inspect import find
-from surefoot.ckpt.loading import find_line, load_agreed
+from surefoot.ckpt.loading import aside
+from surefoot.ckpt.loading import together as loading
+from surefoot.ckpt.loading.aside import choose, note_resume, resumes_among
+from surefoot.ckpt.loading.together import find_line, load_agreed
 from surefoot.ckpt.manifest import ManifestRef, encode, manifest_key
+from surefoot.ckpt.objects.files import FileObjectStore
 from surefoot.ckpt.store import ObjectStore, open_store
+from surefoot.ckpt.tools.inspect import find
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from surefoot.ckpt.cleaning import apply_retention, carry_out, plan_gc, sweep_orphans
-from surefoot.ckpt.flags import flag_key, raise_flag
+from surefoot.ckpt.format.flags import flag_key, raise_flag
+from surefoot.ckpt.keeping.cleaning import apply_retention, carry_out, plan_gc, sweep_orphans
+from surefoot.ckpt.keeping.orphans import orphans, sort_out
+from surefoot.ckpt.keeping.retention import EveryHours, HeldStep, Newest, Retention, judge
 from surefoot.ckpt.manifest import (
     Ledger,
     LedgerRef,
@@ -18,9 +20,7 @@ from surefoot.ckpt.manifest import (
     object_key,
     part_key,
 )
-from surefoot.ckpt.orphans import orphans, sort_out
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.retention import EveryHours, HeldStep, Newest, Retention, judge
 from surefoot.ckpt.store import MemoryObjectStore, ObjectStore
 
 

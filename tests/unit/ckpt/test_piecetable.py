@@ -15,8 +15,11 @@ from ckpt_images import arrays, make_images
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.ckpt import piecetable, tiers
+from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import DamagedError
+from surefoot.ckpt.format import piecetable
+from surefoot.ckpt.format.piecetable import encode_table, filled_from_table, stored_form, with_table
+from surefoot.ckpt.loading.restore import read_manifest
 from surefoot.ckpt.manifest import (
     DataObject,
     Manifest,
@@ -27,9 +30,7 @@ from surefoot.ckpt.manifest import (
     manifest_key,
     table_key,
 )
-from surefoot.ckpt.piecetable import encode_table, filled_from_table, stored_form, with_table
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.restore import read_manifest
 from surefoot.ckpt.store import MemoryObjectStore
 
 TABLE = table_key(1, 20, "a")

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import Box, intersect, whole
-from surefoot.ckpt.coverage import prove_coverage
-from surefoot.ckpt.dealing import SPLIT_NBYTES
 from surefoot.ckpt.errors import CoverageError, StateError
 from surefoot.ckpt.manifest import BLOCK_NBYTES, TensorMeta
-from surefoot.ckpt.plan import (
+from surefoot.ckpt.planning.coverage import prove_coverage
+from surefoot.ckpt.planning.dealing import SPLIT_NBYTES
+from surefoot.ckpt.planning.plan import (
     ITEMSIZES,
     HeldTensor,
     assign,

@@ -12,8 +12,17 @@ import pytest
 from surefoot.ckpt.boxes import Box, Sharding, held_boxes, intersect, slab, whole
 from surefoot.ckpt.errors import DamagedError
 from surefoot.ckpt.manifest import DataObject, Manifest, Piece, TensorMeta
-from surefoot.ckpt.plan import ITEMSIZES
-from surefoot.ckpt.readplan import NEARBY, Pace, ReadPlan, Segment, Wants, clip, plan_reads, require_readable
+from surefoot.ckpt.planning.plan import ITEMSIZES
+from surefoot.ckpt.planning.readplan import (
+    NEARBY,
+    Pace,
+    ReadPlan,
+    Segment,
+    Wants,
+    clip,
+    plan_reads,
+    require_readable,
+)
 
 BLOCK = 64
 

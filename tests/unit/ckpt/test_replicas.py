@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.boxes import Box, whole
-from surefoot.ckpt.dealing import SPLIT_NBYTES
 from surefoot.ckpt.errors import CommitError, ReplicasDifferError
+from surefoot.ckpt.planning.dealing import SPLIT_NBYTES
+from surefoot.ckpt.planning.replicas import dissents, label, parse_label, require_equal
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.replicas import dissents, label, parse_label, require_equal
 from surefoot.ckpt.store import MemoryObjectStore
 
 BOX = "model.w[0:4,2:3]"

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.ckpt.cleaning import apply_retention
+from surefoot.ckpt.keeping.cleaning import apply_retention
+from surefoot.ckpt.keeping.retention import Retention, held_of, judge, objects_of
 from surefoot.ckpt.manifest import (
     LedgerRef,
     Manifest,
@@ -18,7 +19,6 @@ from surefoot.ckpt.manifest import (
     part_key,
 )
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.retention import Retention, held_of, judge, objects_of
 from surefoot.ckpt.store import MemoryObjectStore
 
 

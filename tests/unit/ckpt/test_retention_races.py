@@ -21,9 +21,9 @@ import pytest
 from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
-from surefoot.ckpt.cleaning import apply_retention, carry_out, plan_gc, sweep_orphans
-from surefoot.ckpt.flags import raise_flag
-from surefoot.ckpt.inspect import steps
+from surefoot.ckpt.format.flags import raise_flag
+from surefoot.ckpt.keeping.cleaning import apply_retention, carry_out, plan_gc, sweep_orphans
+from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.manifest import (
     Manifest,
     ManifestRef,
@@ -34,9 +34,9 @@ from surefoot.ckpt.manifest import (
     step_prefix,
 )
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.retention import Retention
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
-from surefoot.ckpt.verifying import verify_step
+from surefoot.ckpt.tools.inspect import steps
+from surefoot.ckpt.tools.verifying import verify_step
 
 EXEMPT, DAMAGED = {30}, {60, 70}
 STEPS = range(10, 101, 10)

@@ -11,11 +11,11 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from surefoot.ckpt import s3session
-from surefoot.ckpt.s3create import Body
-from surefoot.ckpt.s3errors import Call, Verdict, judge
-from surefoot.ckpt.s3read import cut
-from surefoot.ckpt.s3session import (
+from surefoot.ckpt.objects import s3session
+from surefoot.ckpt.objects.s3create import Body
+from surefoot.ckpt.objects.s3errors import Call, Verdict, judge
+from surefoot.ckpt.objects.s3read import cut
+from surefoot.ckpt.objects.s3session import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     SILENT_TRIES,

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CkptError, DamagedError, FormatError
+from surefoot.ckpt.format.merge import merge_parts
+from surefoot.ckpt.format.sound import nbytes_of_tensor, require_listed, require_sound
+from surefoot.ckpt.loading.restore import decode_manifest, read_manifest
 from surefoot.ckpt.manifest import PartRecord, decode, encode, manifest_key, object_key, part_key
-from surefoot.ckpt.merge import merge_parts
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.restore import decode_manifest, read_manifest
-from surefoot.ckpt.sound import nbytes_of_tensor, require_listed, require_sound
 from surefoot.ckpt.store import MemoryObjectStore
 
 KEY = manifest_key(1, 20)

@@ -13,8 +13,8 @@ from torch import nn
 
 from surefoot import ckpt
 from surefoot.ckpt.errors import StateError, StateMismatchError
+from surefoot.ckpt.live.optimizer_load import like_parameter
 from surefoot.ckpt.manifest import Manifest, decode, encode, manifest_key
-from surefoot.ckpt.optimizer_load import like_parameter
 from surefoot.ckpt.state import collect
 from surefoot.ckpt.store import open_store
 

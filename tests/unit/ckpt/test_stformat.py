@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from surefoot.ckpt.errors import DamagedError
-from surefoot.ckpt.stformat import decode_header
+from surefoot.ckpt.format.stformat import decode_header
 
 
 @pytest.mark.parametrize("shape", [[2**63 - 1] * 300, [1] * 20_000, [2**63 - 1] * 64, [-1, 4]])

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from surefoot import ckpt
-from surefoot.ckpt.boxreader import BoxReader
-from surefoot.ckpt.cleaning import plan_gc
-from surefoot.ckpt.comparing import compare
-from surefoot.ckpt.dcp import export_dcp
 from surefoot.ckpt.errors import CkptError
-from surefoot.ckpt.inspect import find, list_checkpoints, show
+from surefoot.ckpt.keeping.cleaning import plan_gc
 from surefoot.ckpt.store import ObjectStoreError, open_store
-from surefoot.ckpt.tensorstats import tensor_stats
+from surefoot.ckpt.tools.boxreader import BoxReader
+from surefoot.ckpt.tools.comparing import compare
+from surefoot.ckpt.tools.dcp import export_dcp
+from surefoot.ckpt.tools.inspect import find, list_checkpoints, show
+from surefoot.ckpt.tools.tensorstats import tensor_stats
 
 
 class Payload:

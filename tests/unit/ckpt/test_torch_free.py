@@ -6,20 +6,15 @@ import sys
 import pytest
 
 TORCH_FREE = (
-    "record",
-    "manifest",
-    "store",
-    "files",
-    "image",
-    "tiers",
-    "plan",
-    "boxes",
-    "retention",
-    "cleaning",
-    "inspect",
-    "generation",
-    *("flags", "orphans", "interval", "cadence", "stformat", "boxreader", "resharding"),
-    *("verifying", "exporting", "importing", "cli", "tables"),
+    *("record", "manifest", "store", "boxes", "tiers"),
+    *("objects.files", "planning.plan", "planning.interval", "planning.resharding"),
+    *("format.image", "format.flags", "format.stformat"),
+    *("keeping.retention", "keeping.cleaning", "keeping.orphans"),
+    *("saving.generation", "saving.cadence"),
+    *(
+        f"tools.{name}"
+        for name in ("inspect", "boxreader", "verifying", "exporting", "importing", "cli", "tables")
+    ),
 )
 
 
@@ -31,5 +26,5 @@ def test_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     loaded = set(done.stdout.split())
-    assert "surefoot.ckpt.commit" in loaded
+    assert "surefoot.ckpt.saving.commit" in loaded
     assert not loaded & {"torch", "s3fs", "fsspec", "botocore", "aiohttp", "rich"}

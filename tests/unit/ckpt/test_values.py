@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.ckpt.errors import DamagedError, StateError
-from surefoot.ckpt.values import decode_value, encode_value, tensor_names, tensor_ref
+from surefoot.ckpt.format.values import decode_value, encode_value, tensor_names, tensor_ref
 
 leaves = (
     st.none()

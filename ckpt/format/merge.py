@@ -1,0 +1,198 @@
+"""Part records of one attempt to a manifest, or a reason why not. PURE.
+
+Nothing is believed: every rank must be there once, agree with the others on shapes, values, cursor and the content of
+what they hold together, and the pieces must make up every tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from surefoot.ckpt.errors import CommitError, StateError
+from surefoot.ckpt.format.sound import require_sound_contents
+from surefoot.ckpt.format.values import first_difference
+from surefoot.ckpt.manifest import (
+    DataObject,
+    LedgerRow,
+    Manifest,
+    PartRecord,
+    RankPart,
+    TensorMeta,
+    attempt_prefix,
+)
+from surefoot.ckpt.planning.replicas import require_equal
+
+NAMED_MAX = 16
+"""Ranks that a message lists."""
+
+
+def merge_parts(
+    parts: Sequence[PartRecord],
+    sizes: Mapping[str, int],
+    *,
+    generation: int,
+    step: int,
+    attempt: str,
+    facts: Mapping[str, Any],
+) -> tuple[Manifest, tuple[LedgerRow, ...]]:
+    """The manifest (without its ledger) and the ledger's rows.
+
+    Args:
+        sizes: what the object store lists under the attempt, in bytes by key.
+
+    Raises:
+        CommitError: a writer failed, ranks are missing or disagree, an object is not there in full or contradicts itself;
+            ReplicasDifferError: ranks hold other content where they should hold the same.
+        CoverageError: some element is stored never or twice.
+    """
+    where = f"step {step} of generation {generation}, attempt {attempt}"
+    for p in parts:
+        if (p.generation, p.step, p.attempt) != (generation, step, attempt):
+            raise CommitError(f"{where}: the part of writer {p.writer} belongs to another attempt")
+        if p.failure:
+            raise CommitError(f"{where}: writer {p.writer} failed: {p.failure}")
+    ranks = _complete([r for p in parts for r in p.ranks], where)
+    require_equal({r.rank: r.replicas for r in ranks}, where)
+    tensors = _merged_tensors(ranks)
+    objects = [r.data for r in ranks if r.data is not None]
+    _require_stored(objects, sizes, where)
+    _require_whole(objects, tensors, attempt_prefix(generation, step, attempt), where)
+    manifest = Manifest(
+        generation=generation,
+        step=step,
+        attempt=attempt,
+        world_size=len(ranks),
+        tensors=tensors,
+        aliases=_merged_aliases(ranks, tensors, where),
+        objects=tuple(objects),
+        values=_merged(ranks, "values", where),
+        cursor=_equal_cursor(ranks, where),
+        extras={str(r.rank): r.extra for r in ranks if r.extra is not None},
+        facts=dict(facts),
+    )
+    return manifest, _merged_ledger(ranks, where)
+
+
+def _complete(ranks: list[RankPart], where: str) -> list[RankPart]:
+    """All ranks of one world, in order."""
+    if not ranks:
+        raise CommitError(f"{where}: no rank took part")
+    world_size = ranks[0].world_size
+    found = sorted(r.rank for r in ranks)
+    sizes = sorted({r.world_size for r in ranks})
+    # How many ranks there are is a writer's word: it is compared, never counted up to.
+    if sizes != [len(found)] or found != list(range(len(found))):
+        there = set(found)
+        missing = list(itertools.islice((r for r in range(world_size) if r not in there), NAMED_MAX))
+        named = f"{found[:NAMED_MAX]}{' and more' if len(found) > NAMED_MAX else ''}"
+        raise CommitError(
+            f"{where}: ranks {named} of world sizes {sizes[:NAMED_MAX]} took part"
+            + (f"; missing: {missing}" if missing else "")
+        )
+    return sorted(ranks, key=lambda r: r.rank)
+
+
+def _merged_tensors(ranks: Iterable[RankPart]) -> dict[str, TensorMeta]:
+    merged: dict[str, tuple[TensorMeta, int]] = {}
+    for r in ranks:
+        for name, meta in r.tensors.items():
+            known, where = merged.setdefault(name, (meta, r.rank))
+            if known != meta:
+                raise StateError(
+                    f"{name} is {meta.dtype}{list(meta.shape)} on rank {r.rank} and {known.dtype}{list(known.shape)} on rank {where}"
+                )
+    return {name: meta for name, (meta, _) in sorted(merged.items())}
+
+
+def _merged_aliases(
+    ranks: Sequence[RankPart], tensors: Mapping[str, TensorMeta], where: str
+) -> dict[str, str]:
+    """Second names of what is stored. Where a rank holds one of two tied names alone it is stored there, and needs no alias;
+    where ranks tie a name to different ones, those hold the same, and the lowest rank's word is taken.
+
+    Raises CommitError where a rank has two tensors that are one on another: their contents could differ unseen.
+    """
+    merged: dict[str, str] = {}
+    for r in ranks:
+        for name, target in r.aliases.items():
+            if name not in tensors:
+                if target in tensors:
+                    merged.setdefault(name, target)
+            elif apart := [o.rank for o in ranks if name in o.tensors and target in o.tensors]:
+                raise CommitError(
+                    f"{where}: replicas differ: {name} is tied to {target} on rank {r.rank} and a tensor of its own on ranks "
+                    f"{apart[:NAMED_MAX]}; tie it on all of them or on none"
+                )
+    return dict(sorted(merged.items()))
+
+
+def _merged(ranks: Sequence[RankPart], field: str, where: str) -> dict[str, Any]:
+    """The union of a mapping over all ranks, who must agree where they have the same name."""
+    merged: dict[str, Any] = {}
+    for r in ranks:
+        for name, value in getattr(r, field).items():
+            if merged.setdefault(name, value) != value:
+                raise _values_differ(ranks, field, name, where)
+    return dict(sorted(merged.items()))
+
+
+def _values_differ(ranks: Sequence[RankPart], field: str, name: str, where: str) -> CommitError:
+    """Who has what, where two of the values begin to differ."""
+    holders: list[tuple[Any, list[int]]] = []
+    for r in ranks:
+        if name in (values := getattr(r, field)):
+            known = next((found for value, found in holders if value == values[name]), None)
+            if known is None:
+                holders.append((values[name], known := []))
+            known.append(r.rank)
+    (one, some), (other, others) = holders[:2]
+    at, a, b = first_difference(one, other, name)
+    more = f", and {len(holders) - 2} other values on further ranks" if len(holders) > 2 else ""
+    return CommitError(
+        f"{where}: replicas differ: {at} is {_short(a)} on ranks {some[:NAMED_MAX]} and {_short(b)} on ranks {others[:NAMED_MAX]}{more}; "
+        f"a value must be the same on all ranks that have it: where each rank has its own, wrap it in ckpt.PerRank"
+    )
+
+
+def _merged_ledger(ranks: Iterable[RankPart], where: str) -> tuple[LedgerRow, ...]:
+    """Every execution once; ranks of one data-parallel rank must tell the same of it."""
+    merged: dict[tuple[int, int, int], LedgerRow] = {}
+    for r in ranks:
+        for row in r.ledger:
+            known = merged.setdefault((row.step, row.generation, row.dp_rank), row)
+            if known != row:
+                raise CommitError(
+                    f"{where}: rank {r.rank} has another ledger for step {row.step}, data-parallel rank {row.dp_rank}, than others"
+                )
+    return tuple(row for _, row in sorted(merged.items(), key=lambda item: item[0]))
+
+
+def _equal_cursor(ranks: Sequence[RankPart], where: str) -> dict[str, Any] | None:
+    for r in ranks[1:]:
+        if r.cursor != ranks[0].cursor:
+            raise CommitError(f"{where}: the loader's cursor of rank {r.rank} differs from that of rank 0")
+    return ranks[0].cursor
+
+
+def _require_stored(objects: Iterable[DataObject], sizes: Mapping[str, int], where: str) -> None:
+    for o in objects:
+        if sizes.get(o.key) != o.size:
+            raise CommitError(
+                f"{where}: {o.key} should have {o.size} bytes, and the object store lists {sizes.get(o.key)}"
+            )
+
+
+def _require_whole(
+    objects: Sequence[DataObject], tensors: Mapping[str, TensorMeta], prefix: str, where: str
+) -> None:
+    try:
+        require_sound_contents(tensors, objects, prefix)
+    except CommitError as e:
+        raise CommitError(f"{where}: {e}") from e
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""Which checkpoints stay, and the removal of the rest."""

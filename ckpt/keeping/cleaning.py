@@ -1,0 +1,294 @@
+"""Deleting what retention lets go, and what was left behind. Torch-free.
+
+`apply_retention` and `sweep_orphans` run beside a job, after its commits; `plan_gc` and `carry_out` are `surefoot ckpt gc`,
+which first says what it would do. The decisions are pure (ckpt/keeping/retention.py, ckpt/keeping/orphans.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from surefoot.ckpt.errors import CkptError
+from surefoot.ckpt.format.flags import flag_key, flags_among, flags_beside
+from surefoot.ckpt.keeping.orphans import Holdings, Orphan, generations_over, orphans, sort_out
+from surefoot.ckpt.keeping.retention import Retention, Verdict, held_of, judge, objects_of
+from surefoot.ckpt.manifest import (
+    Ledger,
+    LedgerRef,
+    Manifest,
+    ManifestRef,
+    decode,
+    manifest_refs,
+    step_prefix,
+)
+from surefoot.ckpt.progress import Progress
+from surefoot.ckpt.record import lineage, list_records, read_records
+from surefoot.ckpt.store import ObjectMissingError, ObjectStore, Unfinished
+from surefoot.failpoint import failpoint
+from surefoot.history import operation
+
+_log = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------- after a commit
+
+
+def apply_retention(store: ObjectStore, retention: Retention, *, generation: int) -> list[ManifestRef]:
+    """Delete what the lineage of `generation` lets go; returns it. For the committer, between two commits.
+
+    A checkpoint whose manifest cannot be read stays, with all its data: what belongs to it is not known.
+
+    Raises: ObjectStore…Error, LineageError. What was deleted stays deleted; the rest is found next time.
+    """
+    gone: list[ManifestRef] = []
+    for verdict in judge_line(store, retention, generation):
+        if verdict.keep:
+            continue
+        ref = verdict.ref
+        with operation("delete", generation=ref.generation, step=ref.step):
+            if _delete_checkpoint(store, ref):
+                _log.info("step %d of generation %d is deleted: %s", ref.step, ref.generation, verdict.why)
+                gone.append(ref)
+    return gone
+
+
+def judge_line(store: ObjectStore, retention: Retention, generation: int | None = None) -> list[Verdict]:
+    """What the rules say of each checkpoint on the lineage of `generation` (None: the newest), ascending.
+
+    Raises: ObjectStore…Error, LineageError.
+    """
+    keys = [o.key for o in store.list("gen-")]
+    line = lineage(read_records(store), manifest_refs(keys), generation)
+    times = _times(store, line) if retention.needs_times else None
+    return judge(held_of(line, flags_among(keys), times), retention.rules())
+
+
+def sweep_orphans(store: ObjectStore) -> list[Orphan]:
+    """Delete what earlier generations left behind, now that a newer one has committed; returns it. Ledgers stay (`gc` knows
+    which of them nobody needs). Their unfinished uploads are discarded as well.
+
+    Raises: ObjectStore…Error.
+    """
+    holdings, named, over_below = _survey(store)
+    found = orphans(holdings, named, over_below=over_below, ledgers=None)
+    for orphan in found:
+        a = orphan.attempt
+        with operation("sweep", generation=a.generation, step=a.step, attempt=a.attempt):
+            for key in orphan.keys:
+                store.delete(key)
+        _log.info(
+            "attempt %s at step %d of generation %d is swept, %d bytes: %s",
+            *(a.attempt, a.step, a.generation, orphan.nbytes, orphan.reason),
+        )
+    for upload in _stale(store, over_below):
+        store.discard(upload)
+        _log.info("what was never finished of %s is discarded: its generation is over", _in_words(upload))
+    return found
+
+
+def _delete_checkpoint(store: ObjectStore, ref: ManifestRef) -> bool:
+    """The manifest first, then what it names. False where it is gone already, was exempted meanwhile, or cannot be read."""
+    try:
+        manifest = decode(Manifest, store.read(ref.key), key=ref.key)
+    except ObjectMissingError:
+        return False  # somebody else was faster
+    except CkptError as e:
+        _log.warning("step %d of generation %d cannot be deleted: %s", ref.step, ref.generation, e)
+        return False
+    stored = [o.key for o in store.list(step_prefix(ref.generation, ref.step))]
+    if flag_key(ref.generation, ref.step, "kept") in stored:
+        return False
+    store.delete(ref.key)
+    failpoint("retention.after_manifest")
+    for key in (*flags_beside(ref.generation, ref.step, stored), *objects_of(manifest, stored)):
+        store.delete(key)
+    return True
+
+
+def _times(store: ObjectStore, line: Iterable[ManifestRef]) -> dict[ManifestRef, float]:
+    """When each was committed, as far as its manifest can be read and says so."""
+    times: dict[ManifestRef, float] = {}
+    for ref in line:
+        try:
+            at = decode(Manifest, store.read(ref.key), key=ref.key).facts.get("committed_at")
+        except (CkptError, ObjectMissingError):
+            continue
+        if isinstance(at, int | float):
+            times[ref] = float(at)
+    return times
+
+
+# ---------------------------------------------------------------- gc
+
+
+class Doomed(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that gc would delete."""
+
+    ref: ManifestRef
+    why: str
+    nbytes: int
+
+
+class GcPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What gc would delete, and what it leaves alone."""
+
+    root: str
+    checkpoints: tuple[Doomed, ...] = ()
+    orphans: tuple[Orphan, ...] = ()
+    stale_flags: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+    """Uploads and temporary files of generations that are over, in words."""
+    foreign: tuple[str, ...] = ()
+    """Keys that are none of ours; never touched."""
+    foreign_nbytes: int = 0
+    waiting: int = 0
+    """Attempts that no manifest names and somebody may still be working on: they go once a later generation has committed."""
+    waiting_nbytes: int = 0
+    waiting_uploads: int = 0
+    """As `unfinished`, of generations that are not over; their size is not known."""
+
+    @property
+    def nbytes(self) -> int:
+        """What carrying it out frees, as far as it is known."""
+        return sum(c.nbytes for c in self.checkpoints) + sum(o.nbytes for o in self.orphans)
+
+
+def plan_gc(store: ObjectStore, retention: Retention | None, *, off_lineage: bool = False) -> GcPlan:
+    """Look, and say what could go. Deletes nothing.
+
+    Args:
+        retention: rules by which old checkpoints go as well; None: all checkpoints stay.
+        off_lineage: checkpoints that do not count, of generations that are over, go as well.
+
+    Raises: ObjectStore…Error, LineageError, DamagedError (a record).
+    """
+    holdings, named, over_below = _survey(store)
+    doomed = [] if retention is None else _doomed_by(store, retention, holdings)
+    if off_lineage:
+        doomed += _left_behind(store, holdings, over_below)
+    found = orphans(holdings, named, over_below=over_below, ledgers=_ledger_chain(store))
+    stale = [
+        key
+        for (g, s), keys in sorted(holdings.beside.items())
+        if (g, s) not in named and g < over_below
+        for key in sorted(keys)
+    ]
+    gone = {o.attempt for o in found}
+    waiting = [
+        keys
+        for ref, keys in holdings.attempts.items()
+        if (ref.generation, ref.step) not in named and ref not in gone and ref.generation >= over_below
+    ]
+    return GcPlan(
+        root=store.root,
+        checkpoints=tuple(doomed),
+        orphans=tuple(found),
+        stale_flags=tuple(stale),
+        unfinished=tuple(_in_words(u) for u in _stale(store, over_below)),
+        foreign=tuple(sorted(holdings.foreign)),
+        foreign_nbytes=sum(holdings.foreign.values()),
+        waiting=len(waiting),
+        waiting_nbytes=sum(sum(keys.values()) for keys in waiting),
+        waiting_uploads=sum(
+            len(store.unfinished(f"gen-{g:04d}/")) for g in list_records(store) if g >= over_below
+        ),
+    )
+
+
+def carry_out(store: ObjectStore, plan: GcPlan, progress: Progress | None = None) -> int:
+    """Delete what the plan names; returns how many things went. What became exempt meanwhile stays.
+
+    Raises: ObjectStore…Error; what was deleted stays deleted.
+    """
+    over_below = _survey(store)[2]
+    uploads = [u for u in _stale(store, over_below) if _in_words(u) in plan.unfinished]
+    todo: list[Callable[[], object]] = [
+        *(lambda ref=c.ref: _delete_checkpoint(store, ref) for c in plan.checkpoints),
+        *(lambda key=key: store.delete(key) for o in plan.orphans for key in o.keys),
+        *(lambda key=key: store.delete(key) for key in plan.stale_flags),
+        *(lambda u=u: store.discard(u) for u in uploads),
+    ]
+    for done, act in enumerate(todo, start=1):
+        act()
+        if progress is not None:
+            progress(done, len(todo))
+    return len(todo)
+
+
+def _survey(store: ObjectStore) -> tuple[Holdings, dict[tuple[int, int], str | None], int]:
+    """Everything there is, which attempt each manifest names, and below which generation all is over.
+
+    The records are listed first: a generation that has one by then and commits before the second listing is over only for
+    those below it, as it would have been anyway.
+    """
+    records = list_records(store)
+    listed = [(o.key, o.size) for o in store.list("")]
+    manifests = manifest_refs(key for key, _ in listed)
+    named = {(m.generation, m.step): _attempt_of(store, m) for m in manifests}
+    return sort_out(listed), named, generations_over(manifests, records)
+
+
+def _attempt_of(store: ObjectStore, ref: ManifestRef) -> str | None:
+    try:
+        return decode(Manifest, store.read(ref.key), key=ref.key).attempt
+    except (CkptError, ObjectMissingError):
+        return None
+
+
+def _stale(store: ObjectStore, over_below: int) -> list[Unfinished]:
+    """Uploads and temporary files of generations that are over."""
+    over = [g for g in list_records(store) if g < over_below]
+    return [u for g in over for u in store.unfinished(f"gen-{g:04d}/")]
+
+
+def _in_words(u: Unfinished) -> str:
+    return f"{u.key} ({u.token})"
+
+
+def _doomed_by(store: ObjectStore, retention: Retention, holdings: Holdings) -> list[Doomed]:
+    return [
+        Doomed(ref=v.ref, why=v.why, nbytes=_step_nbytes(holdings, v.ref))
+        for v in judge_line(store, retention)
+        if not v.keep
+    ]
+
+
+def _left_behind(store: ObjectStore, holdings: Holdings, over_below: int) -> list[Doomed]:
+    keys = [o.key for o in store.list("gen-")]
+    refs, flags = manifest_refs(keys), flags_among(keys)
+    counting = set(lineage(read_records(store), refs))
+    return [
+        Doomed(ref=ref, why="off the lineage, and its generation is over", nbytes=_step_nbytes(holdings, ref))
+        for ref in refs
+        if ref not in counting
+        and ref.generation < over_below
+        and "kept" not in flags.get((ref.generation, ref.step), ())
+    ]
+
+
+def _step_nbytes(holdings: Holdings, ref: ManifestRef) -> int:
+    prefix = step_prefix(ref.generation, ref.step)
+    return sum(
+        size
+        for keys in holdings.attempts.values()
+        for key, size in keys.items()
+        if key.startswith(prefix) and not key.endswith("/ledger.json")
+    )
+
+
+def _ledger_chain(store: ObjectStore) -> set[str] | None:
+    """The keys of all ledgers that any manifest leads to; None where some link cannot be read: then every ledger stays."""
+    known: set[str] = set()
+    for ref in manifest_refs(o.key for o in store.list("gen-")):
+        try:
+            at: LedgerRef | None = decode(Manifest, store.read(ref.key), key=ref.key).ledger
+            while at is not None and at.key not in known:
+                known.add(at.key)
+                previous = decode(Ledger, store.read(at.key), key=at.key).previous
+                at = previous.ledger if previous is not None else None
+        except (CkptError, ObjectMissingError):
+            return None
+    return known

@@ -1,0 +1,1 @@
+"""Live training state: walked, named, copied out, and put back in place."""

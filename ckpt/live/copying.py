@@ -1,0 +1,175 @@
+"""Live tensors to bytes: copied into a buffer, hashed where they lie, or given as views. (torch)
+
+A contiguous tensor in host memory is copied by memmove(3), which writes past the cache (measured: 4.0 GB/s where torch's
+copy_ takes 2.4, one thread each); where torch has several threads a large one is copied by them. Tensors on a device are
+copied on a side stream while the host goes on. The caller's stream waits for the copies before it runs what is launched
+after the save, so the next optimizer step cannot change what is being copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from surefoot.ckpt.boxes import Box
+from surefoot.ckpt.live.leaves import Leaf, dtype_of, memory_of, part_of
+from surefoot.ckpt.live.ranklayout import Copy
+
+THREADS_NBYTES = 4 * 2**20
+"""A larger copy is worth starting torch's threads for."""
+BOUNCE_NBYTES = 8 * 2**20
+"""What a save straight from live memory copies small and non-contiguous tensors into, over and over."""
+DIRECT_NBYTES = 64 * 2**10
+"""Contiguous tensors from here on are handed over where they lie; smaller ones are gathered."""
+
+_memmove = ctypes.memmove
+
+
+def is_plain_memory(t: torch.Tensor) -> bool:
+    """Do its bytes lie in host memory one after the other?"""
+    return t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+
+
+class Fence:
+    """Copies that a device still makes. `wait` blocks the calling thread until they are done."""
+
+    def __init__(self, events: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
+        self._events = events
+        self._sources = sources
+        """Kept, so that their memory is not given to others meanwhile."""
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+        self._sources = ()
+
+    def done(self) -> bool:
+        return all(event.query() for event in self._events)
+
+
+class SideStreams:
+    """One stream for copies per device."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Fence | None:
+        """Start copies (target in host memory, source on a device). None where there are none."""
+        if not pairs:
+            return None
+        events: list[Any] = []
+        for device in {source.device for _, source in pairs}:
+            side = self._streams.setdefault(device, torch.cuda.Stream(device))
+            current = torch.cuda.current_stream(device)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for target, source in pairs:
+                    if source.device == device:
+                        target.copy_(source, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(side)
+            current.wait_event(event)
+            events.append(event)
+        return Fence(events, [source for _, source in pairs])
+
+
+def copy_into(
+    copies: Iterable[Copy], leaves: Mapping[str, Leaf], base: torch.Tensor, side: SideStreams
+) -> Fence | None:
+    """Copy pieces to their places in `base` (uint8, contiguous, host memory). Returns what a device still copies."""
+    on_device: list[tuple[torch.Tensor, torch.Tensor]] = []
+    start, alone = base.data_ptr(), torch.get_num_threads() == 1
+    with torch.no_grad():
+        for c in copies:
+            source = part_of(leaves[c.name], c.box)
+            nbytes = c.end - c.at
+            if is_plain_memory(source) and (alone or nbytes < THREADS_NBYTES):
+                _memmove(start + c.at, source.data_ptr(), nbytes)
+                continue
+            target = base[c.at : c.end].view(dtype_of(c.dtype)).view(c.box.extent)
+            if source.device.type == "cuda":
+                on_device.append((target, source))
+            else:
+                target.copy_(source)
+    return side.copy(on_device)
+
+
+def view_bytes(t: torch.Tensor) -> memoryview:
+    """The bytes of a tensor for which `is_plain_memory` holds; valid while the tensor lives."""
+    array: Any = memory_of(t).numpy()
+    return memoryview(array)
+
+
+def hashable_in_place(shared: Iterable[tuple[str, Box]], leaves: Mapping[str, Leaf]) -> bool:
+    """Do the bytes of all these boxes lie in host memory as they would be stored?"""
+    return all(is_plain_memory(part_of(leaves[name], box)) for name, box in shared)
+
+
+def hash_in_place(t: torch.Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(view_bytes(t))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveChunks:
+    """The data section of what a rank writes, straight from live memory: `Chunks` for ckpt/objects/stream.py."""
+
+    copies: Sequence[Copy]
+    leaves: Mapping[str, Leaf]
+
+    def __call__(self, drain: Callable[[], None]) -> Iterator[memoryview]:
+        bounce = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, device="cpu")
+        view, begin, end = view_bytes(bounce), 0, 0
+        for source in self._sources():
+            if is_plain_memory(source) and source.nbytes >= DIRECT_NBYTES:
+                yield view[begin:end]
+                yield view_bytes(source)
+                begin = end
+                continue
+            for part in _parts(source):
+                if end + part.nbytes > BOUNCE_NBYTES:
+                    yield view[begin:end]
+                    drain()
+                    begin = end = 0
+                bounce[end : end + part.nbytes].copy_(memory_of(part.contiguous()))
+                end += part.nbytes
+        yield view[begin:end]
+
+    def _sources(self) -> Iterator[torch.Tensor]:
+        for c in self.copies:
+            with torch.no_grad():
+                yield part_of(self.leaves[c.name], c.box).detach()
+
+
+def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Parts of at most `BOUNCE_NBYTES` that follow each other in row-major order: no tensor is copied as a whole."""
+    if t.nbytes <= BOUNCE_NBYTES:
+        yield t
+        return
+    if t.shape[0] == 1:
+        yield from _parts(t[0])
+        return
+    rows = max(1, BOUNCE_NBYTES * t.shape[0] // t.nbytes)
+    for at in range(0, t.shape[0], rows):
+        yield from _parts(t[at : at + rows])
+
+
+# ---------------------------------------------------------------- page-locked memory
+
+
+def page_lock(base: torch.Tensor) -> bool:
+    """Let the device copy into `base` by itself. False where there is no device; then copies go through torch's own buffers."""
+    if not torch.cuda.is_available():
+        return False
+    cudart: Any = torch.cuda.cudart()
+    return int(cudart.cudaHostRegister(base.data_ptr(), base.numel(), 0)) == 0
+
+
+def page_unlock(base: torch.Tensor) -> None:
+    """Before the memory is given back."""
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(base.data_ptr())

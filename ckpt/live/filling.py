@@ -1,0 +1,80 @@
+"""From stored tensors and values back into live training state, in place: `load_into`. (torch)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from surefoot.ckpt.errors import StateMismatchError
+from surefoot.ckpt.live.gathering import Load
+from surefoot.ckpt.live.optimizer_load import OptimizerLoad
+from surefoot.ckpt.live.source import Source
+from surefoot.ckpt.live.walking import entries
+
+_LISTED_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What did not fit in a lenient load, for people: names, and in parentheses what they are and where they are stored."""
+
+    missing: tuple[str, ...] = ()
+    """In the state and not in the checkpoint."""
+    left_over: tuple[str, ...] = ()
+    """In the checkpoint and in no rank's state."""
+
+
+def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, rank: int = 0) -> Fit:
+    """Fill `state` in place from `source`; returns what did not fit (nothing if strict).
+
+    Nothing of `state` is touched before all names, shapes and types are known to fit, and no plain value before all
+    tensors are filled and verified. Where filling fails, tensors may hold a mixture: load something else, or give up.
+
+    Args:
+        rank: whose `PerRank` values to take.
+
+    Raises:
+        StateMismatchError: names, shapes, types or groups differ.
+        StateError: the live state is none that can be stored.
+        DamagedError, ImageError: from the source.
+        CkptWorldError: another rank refused.
+    """
+    with torch.no_grad():
+        load = Load(source, strict=strict)
+        try:
+            _gather(load, state, rank)
+        except Exception as e:  # the other ranks must hear of it before this one raises
+            source.agree((), (), f"{type(e).__name__}: {e}")
+            raise
+        problems = load.refusals()
+        refusal = _refusal(source, problems, load) if problems else ""
+        unused = load.described(source.agree(load.wants, load.unused(), refusal))
+        if strict:
+            problems += [
+                f"{n} is in the checkpoint and not in the state ({what})" for n, what in unused.items()
+            ]
+        if problems:
+            raise StateMismatchError(_refusal(source, problems, load))
+        source.fill(load.wants)
+        for act in (*load.checks, *load.later):
+            act()
+    return Fit(missing=load.missing_names(), left_over=tuple(f"{n} ({what})" for n, what in unused.items()))
+
+
+def _gather(load: Load, state: Mapping[str, Any], rank: int) -> None:
+    found = list(entries(state, rank))
+    load.add_all(found)
+    for entry in found:
+        if isinstance(entry.value, Optimizer):
+            OptimizerLoad(load, entry.name, entry.value).add()
+
+
+def _refusal(source: Source, problems: Sequence[str], load: Load) -> str:
+    more = len(problems) - _LISTED_MAX
+    listed = "; ".join(problems[:_LISTED_MAX]) + (f"; and {more} more" if more > 0 else "")
+    advice = "" if load.problems else " (strict=False loads what both have)"
+    return f"{source.label} does not fit the state: {listed}{advice}"

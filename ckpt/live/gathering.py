@@ -1,0 +1,284 @@
+"""What a load has to do, gathered before anything of the live state is touched: `Load`. (torch)"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from surefoot.ckpt.errors import StateMismatchError
+from surefoot.ckpt.format.values import tensor_names
+from surefoot.ckpt.live.declared import Boxes
+from surefoot.ckpt.live.leaves import Leaf, dtype_name, leaf_of
+from surefoot.ckpt.live.placing import Placing, Ref
+from surefoot.ckpt.live.scratch import equal_bits, is_expanded, write_through
+from surefoot.ckpt.live.source import Source, Want
+from surefoot.ckpt.live.walking import (
+    OF_RANK,
+    Entry,
+    Owner,
+    Owners,
+    extra_states,
+    is_stateful,
+    module_tensors,
+    state_access,
+    ties_of,
+)
+from surefoot.ckpt.live.wrapped import Wrapped, is_wrapped, unwrap
+from surefoot.ckpt.manifest import TensorMeta
+
+
+class Load(Placing):
+    """One load: gathers what to do (`wants`, then `checks` and `later`) and what does not fit (`problems`, `missing`)."""
+
+    def __init__(self, source: Source, *, strict: bool) -> None:
+        super().__init__(source)
+        self.strict = strict
+        self.wants: list[Want] = []
+        self.checks: list[Callable[[], Any]] = []
+        self.later: list[Callable[[], Any]] = []
+        self.used: set[str] = set()
+        self.owners = Owners()
+        self.ties: dict[str, list[str]] = {}
+        self._missing: dict[str, str] = {}
+
+    def add_all(self, found: Sequence[Entry]) -> None:
+        """Everything but optimizers, which need the names of all parameters."""
+        self.ties = ties_of(found)
+        for entry in found:
+            self._add(entry)
+        self._pass_over_other_ranks(found)
+
+    # ---- what the checkpoint has
+
+    def value(self, name: str) -> Any:
+        """The decoded value, which is there."""
+        self.used.add(name)
+        return self.decode(name)
+
+    def meta_of(self, value: Any) -> TensorMeta | None:
+        """Of the stored tensor that this stands for, if it stands for one."""
+        return self.source.tensors.get(value.name) if isinstance(value, Ref) else None
+
+    def miss(self, name: str, what: str = "") -> None:
+        """Note that the checkpoint lacks this; `what` it is, where the name does not say it."""
+        if not what and (whose := OF_RANK.fullmatch(name)):
+            what = f"rank {whose[2]}'s own; the checkpoint is of fewer ranks, or had none"
+        self._missing[name] = what
+
+    def _stored(self) -> set[str]:
+        return {*self.source.tensors, *self.source.aliases, *self.source.values}
+
+    def _stored_tensor(self, name: str) -> str | None:
+        for known in (name, self.source.aliases.get(name)):
+            if known is not None and known in self.source.tensors:
+                self.used.update({name, known})
+                return known
+        return None
+
+    # ---- the end of gathering
+
+    def refusals(self) -> list[str]:
+        """Why this rank cannot go on."""
+        missing = self._missing if self.strict else {}
+        return [
+            *self.problems,
+            *(f"{n} is not in the checkpoint{self._about(n, w)}" for n, w in missing.items()),
+        ]
+
+    def missing_names(self) -> tuple[str, ...]:
+        return tuple(f"{n} ({w})" if w else n for n, w in self._missing.items())
+
+    def _about(self, name: str, what: str) -> str:
+        if what:
+            return f" ({what})"
+        if name in self._stored():
+            there = "a value" if name in self.source.values else "a tensor"
+            return f" as what it is here; there it is {there}"
+        return _nearest(name, self._stored())
+
+    def unused(self) -> list[str]:
+        return sorted(self._stored() - self.used)
+
+    def described(self, names: Sequence[str]) -> dict[str, str]:
+        """What these stored names are and where they lie; tensors that belong to a value among them go without saying."""
+        values = {n: self.source.values[n] for n in names if n in self.source.values}
+        parts = {t for n, v in values.items() for t in tensor_names(v) if t != n}
+        found: dict[str, str] = {}
+        for n in names:
+            tied, meta = self.source.aliases.get(n), self.source.tensors.get(n)
+            what = f"tied to {tied}" if tied else "a value" if meta is None else _kind(meta)
+            if n not in parts:
+                found[n] = f"{what}, in {self.source.where(tied or n)}"
+        return found
+
+    def _pass_over_other_ranks(self, found: Iterable[Entry]) -> None:
+        """What was kept per rank, for other ranks than this: it is nobody's in a smaller world, and no rank's fault."""
+        mine = {m[1] for e in found if (m := OF_RANK.fullmatch(e.name))}
+        if mine:
+            self.used |= {n for n in self._stored() if (m := OF_RANK.fullmatch(n)) and m[1] in mine}
+
+    # ---- entries
+
+    def _add(self, entry: Entry) -> None:
+        match entry.value:
+            case nn.Module():
+                for named in module_tensors(entry.value, entry.name):
+                    self._add_shared(named.name, named.tensor)
+                for name, module in extra_states(entry.value, entry.name):
+                    self._add_stateful(name, module.get_extra_state, module.set_extra_state)
+            case torch.Tensor():
+                self._add_shared(entry.name, entry.value)
+            case Boxes():
+                self.owners.add_boxes(entry.name, entry.value)
+                self.want([entry.name], entry.value)
+            case Optimizer():
+                pass  # after all modules
+            case value if is_stateful(value):
+                self._add_stateful(entry.name, *state_access(value))
+            case _:
+                self._add_value(entry)
+
+    def _add_shared(self, name: str, tensor: torch.Tensor) -> None:
+        self.owners.add(tensor, Owner(name=name))
+        if name in self.ties:
+            self.want([name, *self.ties[name]], tensor)
+
+    def _add_stateful(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        if name not in self.source.values:
+            self.miss(name)
+            return
+        value = self.value(name)
+        self.reserve(value, get(), name, None)
+        self.later.append(lambda: put(self.build(value)))
+
+    def _add_value(self, entry: Entry) -> None:
+        if entry.name not in self.source.values:
+            self.miss(entry.name)
+            return
+        value = self.value(entry.name)
+        self.reserve(value, entry.value, entry.name, None)
+        if entry.fixed and not tensor_names(self.source.values[entry.name]) and not self.problems:
+            self._require_same(entry, self.build(value))
+        self.later.append(lambda: entry.put(self.build(value)))
+
+    def _require_same(self, entry: Entry, there: Any) -> None:
+        if there != entry.value:
+            self.problems.append(
+                f"{entry.name} is {there!r} in the checkpoint and {entry.value!r} here, in a {type(entry.container).__name__} that cannot "
+                f"be changed: use a dict or a list"
+            )
+
+    # ---- tensors
+
+    def want(self, names: Sequence[str], tensor: torch.Tensor | Boxes) -> None:
+        """Fill a live tensor that has these names."""
+        if isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
+            self._want_wrapped(names, tensor)
+            return
+        found = list(dict.fromkeys(s for n in names if (s := self._stored_tensor(n)) is not None))
+        if not found:
+            self._refuse_wrapped_or_miss(names, tensor)
+            return
+        leaf = leaf_of(names[0], tensor)
+        for stored in found:
+            meta = self.source.tensors[stored]
+            if leaf.meta != meta:
+                self.problems.append(
+                    f"{names[0]} is {_kind(leaf.meta)} here and {_kind(meta)} in the checkpoint"
+                )
+                return
+        if isinstance(tensor, torch.Tensor):
+            self.live.setdefault(found[0], tensor)
+        self.wants.append(Want(leaf=self._writable(leaf, tensor), stored=found[0]))
+        if self.strict and isinstance(tensor, torch.Tensor):
+            for other in found[1:]:
+                self._require_alike(names[0], tensor, leaf, found[0], other)
+
+    def _refuse_wrapped_or_miss(self, names: Sequence[str], tensor: torch.Tensor | Boxes) -> None:
+        stored = next((n for n in names if n in self.source.values), None)
+        value = self.value(stored) if stored is not None else None
+        if not isinstance(value, Wrapped):
+            self.miss(names[0])
+            return
+        self.used.update(tensor_names(self.source.values[stored]) if stored else ())
+        self.problems.append(
+            f"{names[0]} is a plain {dtype_name(tensor.dtype)}{list(tensor.shape)} here and {value.kind()} in the checkpoint: quantised "
+            f"tensors are stored as they are; quantise the live one alike before the load"
+        )
+
+    def _writable(self, leaf: Leaf, tensor: torch.Tensor | Boxes) -> Leaf:
+        """The leaf, with scratch memory instead of views that cannot simply be written to."""
+        given = [t for _, t in tensor.parts] if isinstance(tensor, Boxes) else [tensor]
+        lazy = any(t.is_conj() or t.is_neg() for t in given if not isinstance(t, DTensor))
+        if not lazy and not any(is_expanded(v) for v in leaf.views):
+            return leaf
+        views = leaf.views if isinstance(tensor, DTensor) or not lazy else tuple(given[: len(leaf.views)])
+        scratch = tuple(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in views)
+        for view, filled in zip(views, scratch, strict=True):
+            self.checks.append(lambda v=view, f=filled: write_through(leaf.name, v, f))
+        return replace(leaf, views=scratch)
+
+    def _require_alike(self, name: str, tensor: torch.Tensor, leaf: Leaf, stored: str, other: str) -> None:
+        """Tied here and not there: both must hold the same, or one of them would be lost."""
+        scratch = tuple(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in leaf.views)
+        self.wants.append(Want(leaf=replace(leaf, name=other, views=scratch), stored=other))
+
+        def check() -> None:
+            if not all(equal_bits(a, b) for a, b in zip(leaf.views, scratch, strict=True)):
+                raise StateMismatchError(
+                    f"{name}: {stored} and {other} are one tensor here, and two with different values in {self.source.label}: untie "
+                    f"them, or load with strict=False to take {stored} (tensors are overwritten already)"
+                )
+
+        self.checks.append(check)
+
+    def _want_wrapped(self, names: Sequence[str], tensor: torch.Tensor) -> None:
+        stored = next((n for n in names if n in self.source.values), None)
+        if stored is None and any(self._stored_tensor(n) for n in names):
+            live = unwrap(names[0], tensor)
+            self.problems.append(
+                f"{names[0]} is {live.kind()} here and a plain tensor in the checkpoint: nothing is quantised on the way; load it into "
+                f"a plain one and quantise afterwards"
+            )
+            return
+        if stored is None:
+            self.miss(names[0])
+            return
+        self.used.update(n for n in names if n in self.source.values)
+        self.fill_wrapped(names[0], self.value(stored), tensor)
+
+    def fill_wrapped(self, name: str, there: Any, tensor: torch.Tensor) -> None:
+        live = unwrap(name, tensor)
+        if not isinstance(there, Wrapped):
+            self.problems.append(f"{name} is {live.kind()} here and no such tensor in the checkpoint")
+            return
+        there.tensor = tensor
+        here = (live.cls, live.dtype, live.shape, live.context, live.parts.keys())
+        if here != (there.cls, there.dtype, there.shape, there.context, there.parts.keys()):
+            self.problems.append(
+                f"{name} is {live.kind()} with {live.context} of {', '.join(live.parts)} here and {there.kind()} with {there.context} of "
+                f"{', '.join(there.parts)} in the checkpoint"
+            )
+            return
+        for attribute, part in live.parts.items():
+            ref = there.parts[attribute]
+            if isinstance(ref, Wrapped):
+                self.fill_wrapped(f"{name}.{attribute}", ref, part)
+            else:
+                self.want([ref.name], part)
+
+
+def _kind(meta: TensorMeta) -> str:
+    return f"{meta.dtype}{list(meta.shape)}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (the nearest name there: {close[0]})" if close else ""

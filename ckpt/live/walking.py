@@ -1,0 +1,247 @@
+"""Through a nested state: what stands in it, under which names. (torch)
+
+Names are paths joined by dots. Modules contribute parameters and persistent buffers under canonical names: what wrappers
+(DDP, FSDP, compile, activation checkpointing) put in between is left out, however they are nested.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from surefoot.ckpt.errors import StateError
+from surefoot.ckpt.format.values import DEPTH_MAX
+from surefoot.ckpt.live.declared import Boxes, PerRank
+
+_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Attributes under which torch.compile, FSDP1 and activation checkpointing keep the module they wrap."""
+
+OF_RANK = re.compile(r"(.*?)@rank(\d+)(?:\..*)?", re.DOTALL)
+"""A name of something that belongs to one rank."""
+
+
+# ---------------------------------------------------------------- the nested mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing in the nested mapping, and where it stands: ``container[key]``."""
+
+    name: str
+    value: Any
+    container: Any
+    key: Any
+
+    @property
+    def fixed(self) -> bool:
+        """It stands in something (a tuple) that cannot be changed."""
+        return not isinstance(self.container, PerRank | MutableMapping | MutableSequence)
+
+    def put(self, value: Any) -> None:
+        """Let `value` stand there from now on."""
+        if isinstance(self.container, PerRank):
+            self.container.value = value
+        elif not self.fixed:
+            self.container[self.key] = value
+
+
+def entries(state: Any, rank: int, prefix: str = "", depth: int = DEPTH_MAX) -> Iterator[Entry]:
+    """The leaves of nested mappings and of sequences that hold more than plain values.
+
+    Raises StateError: a key that means something else to us, or a state that contains itself.
+    """
+    if depth == 0:
+        raise StateError(
+            f"{prefix[:80]}...: nested deeper than {DEPTH_MAX} levels, or a state that contains itself"
+        )
+    items: Iterable[tuple[Any, Any]] = (
+        cast("Mapping[Any, Any]", state).items() if isinstance(state, Mapping) else enumerate(state)
+    )
+    for key, value in items:
+        name = f"{prefix}{key}"
+        if "@rank" in name and OF_RANK.fullmatch(str(key)):
+            raise StateError(
+                f"{name}: keys with '@rank' and a number are what ckpt.PerRank is stored under; rename it"
+            )
+        if name == "__metadata__":
+            raise StateError("__metadata__ is a word of the safetensors format; rename that entry")
+        if isinstance(value, PerRank):
+            yield from _entry(f"{name}@rank{rank}", value.value, value, None, rank, depth)
+        else:
+            yield from _entry(name, value, state, key, rank, depth)
+
+
+def _entry(name: str, value: Any, container: Any, key: Any, rank: int, depth: int) -> Iterator[Entry]:
+    if isinstance(value, PerRank):
+        raise StateError(f"{name}: ckpt.PerRank within ckpt.PerRank; one is enough")
+    if not is_stateful(value) and (
+        (
+            isinstance(value, Mapping) and not isinstance(value, Counter)
+        )  # what was counted is a value, its keys no names
+        or (isinstance(value, list | tuple) and _holds_objects(cast("Any", value)))
+    ):
+        yield from entries(value, rank, f"{name}.", depth - 1)
+    else:
+        yield Entry(name, value, container, key)
+
+
+def _holds_objects(value: Any, depth: int = DEPTH_MAX) -> bool:
+    if isinstance(value, torch.Tensor | Boxes | PerRank) or is_stateful(value):
+        return True
+    if depth == 0:
+        return False  # where it is stored it will be refused
+    if isinstance(value, list | tuple):
+        return any(_holds_objects(v, depth - 1) for v in cast("Sequence[Any]", value))
+    if isinstance(value, Mapping):
+        return any(_holds_objects(v, depth - 1) for v in cast("Mapping[Any, Any]", value).values())
+    return False
+
+
+def is_stateful(value: Any) -> bool:
+    """Does it keep a state that can be taken out and put back?"""
+    return isinstance(value, torch.Generator | np.random.Generator | random.Random) or (
+        hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not isinstance(value, type)
+    )
+
+
+def state_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to take the state out of an object for which `is_stateful` holds, and how to put it back."""
+    match value:
+        case torch.Generator():
+            return value.get_state, value.set_state
+        case random.Random():
+            return value.getstate, value.setstate
+        case np.random.Generator():
+            bits: Any = value.bit_generator
+            return lambda: bits.state, lambda state: setattr(bits, "state", state)
+        case _:
+            return value.state_dict, value.load_state_dict
+
+
+# ---------------------------------------------------------------- modules
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    name: str
+    tensor: torch.Tensor
+
+
+def module_tensors(module: nn.Module, prefix: str) -> Iterator[Named]:
+    """Parameters and persistent buffers under canonical names; tied ones under each of their names. Raises StateError."""
+    for name, m in _modules(module, prefix):
+        if isinstance(m, FSDPModule):
+            m.reshard()  # after a forward without backward the root still holds whole parameters; otherwise it costs nothing
+        transient = m._non_persistent_buffers_set
+        for key, tensor in (*m._parameters.items(), *m._buffers.items()):
+            if tensor is not None and key not in transient:
+                yield Named(f"{name}.{key}", tensor)
+
+
+def extra_states(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The submodules that keep more than tensors (get_extra_state), by the name of that value."""
+    for name, m in _modules(module, prefix):
+        if type(m).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}._extra_state", m
+
+
+def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The module and all below it, each under every name it has."""
+    yield name, module
+    if isinstance(module, FullyShardedDataParallel):
+        _require_whole(module, name)
+    wraps = isinstance(module, DistributedDataParallel | DataParallel)
+    for key, child in module._modules.items():
+        if child is not None:
+            transparent = key in _WRAPPER_SEGMENTS or (wraps and key == "module")
+            yield from _modules(child, name if transparent else f"{name}.{key}")
+
+
+def _require_whole(module: FullyShardedDataParallel, name: str) -> None:
+    handle: Any = module._handle
+    if handle is not None and handle.uses_sharded_strategy:
+        raise StateError(
+            f"{name}: FullyShardedDataParallel (FSDP1) keeps flat shards that do not tell their place; use fully_shard (FSDP2), or put "
+            f"the SHARDED_STATE_DICT of FSDP.state_dict_type into the state"
+        )
+
+
+# ---------------------------------------------------------------- ties
+
+
+def identity(t: torch.Tensor) -> Any:
+    """Equal for two tensors that are one: the same object, or the same view of the same memory. Valid while both live."""
+    if isinstance(t, DTensor):
+        return identity(t._local_tensor), id(t.device_mesh), t.placements, tuple(t.shape)
+    if hasattr(type(t), "__tensor_flatten__") or is_lazy(t) or t.layout is not torch.strided or t.is_meta:
+        return id(t)
+    # The storage itself, not its address: those without memory have none.
+    return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
+
+
+def ties_of(found: Iterable[Entry]) -> dict[str, list[str]]:
+    """First name of each live tensor of modules and of the state itself, to its other names."""
+    first: dict[Any, str] = {}
+    ties: dict[str, list[str]] = {}
+    for named in _named_tensors(found):
+        known = first.setdefault(identity(named.tensor), named.name)
+        if known == named.name:
+            ties[named.name] = []
+        else:
+            ties[known].append(named.name)
+    return ties
+
+
+def _named_tensors(found: Iterable[Entry]) -> Iterator[Named]:
+    for entry in found:
+        if isinstance(entry.value, nn.Module):
+            yield from module_tensors(entry.value, entry.name)
+        elif isinstance(entry.value, torch.Tensor):
+            yield Named(entry.name, entry.value)
+
+
+# ---------------------------------------------------------------- whose an optimizer's parameters are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """What a parameter is called; or of which declared boxes it is part number `at`."""
+
+    name: str
+    boxes: Boxes | None = None
+    at: int = 0
+
+
+class Owners:
+    """The tensors that an optimizer's parameters may be."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Owner] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor, owner: Owner) -> None:
+        """The first name counts."""
+        self._by_id.setdefault(id(tensor), owner)
+        self._tensors.setdefault(owner.name, tensor)
+
+    def add_boxes(self, name: str, boxes: Boxes) -> None:
+        for i, (_, part) in enumerate(boxes.parts):
+            self.add(part, Owner(name=name, boxes=boxes, at=i))
+
+    def of(self, parameter: torch.Tensor) -> Owner | None:
+        return self._by_id.get(id(parameter))
+
+    def called(self, name: str) -> torch.Tensor | None:
+        return self._tensors.get(name)

@@ -1,0 +1,1 @@
+"""From a committed checkpoint back into live state, by all ranks together."""

@@ -1,0 +1,382 @@
+"""Carrying a plan of reads out: one rank's part of one load, `Carrier`. (torch)
+
+What several ranks need goes in rounds: the blocks of the next rounds are read while those of this one are taken in by the
+reader's neighbours on the machine, from its memory (ckpt/loading/nodememory.py), and sent to the others (ckpt/loading/sharing.py). What one
+rank needs alone it reads last, several segments at a time where the store is far away, and straight into live tensors where
+the stored bytes lie in them in one piece; the rest goes through scratch memory, as does everything for tensors on
+accelerators (page-locked). Rooms for rounds and scratch are a few segments, whatever the state's size, and are used
+again: fresh memory is filled at 0.6 GB/s here, warm memory at 8.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from surefoot.ckpt.boxes import Box
+from surefoot.ckpt.live.leaves import Leaf, memory_of, part_of
+from surefoot.ckpt.live.source import Want
+from surefoot.ckpt.loading.nodememory import NodeMemory, meet
+from surefoot.ckpt.loading.reading import read_into
+from surefoot.ckpt.loading.sharing import Parcel, Party, bits
+from surefoot.ckpt.planning.readplan import Cut, Need, ReadPlan, Segment
+from surefoot.ckpt.store import ObjectStore
+
+RAW_SHARE = 0.75
+"""Where more than this of a segment is wanted it is passed on as it is, instead of being packed first."""
+PACK_ALIGN_NBYTES = 16
+LEAST_NBYTES = 4 * 2**20
+"""Scratch buffers are at least this large, so that most can be used again for anything."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Types that every operation knows, by bytes per element: values are moved as bits."""
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class StoppedError(Exception):
+    """All ranks have agreed to stop, because of another one."""
+
+
+class GroupError(Exception):
+    """The process group failed: `cause` is its error, and there is nobody left to agree with."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Cuts that the same ranks need, and how they travel: the segment as it is (`raw`), or packed one after the other."""
+
+    receivers: int
+    cuts: Sequence[Cut]
+    raw: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffer:
+    """Bytes of a segment, or of a part of it. `home`: they lie where they stay."""
+
+    data: torch.Tensor
+    home: bool
+
+
+class _Inline(Executor):
+    """Does what it is given at once, in the thread that gives it."""
+
+    def submit(self, fn: Callable[..., _R], /, *args: Any, **kwargs: Any) -> Future[_R]:
+        future: Future[_R] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+
+def _submitted(
+    pool: Executor, read: Callable[[Segment], None], segments: Sequence[Segment]
+) -> Iterable[Future[None]]:
+    """All at once; one after the other where that is how they are done, so that the first that fails is the last."""
+    futures = (pool.submit(read, s) for s in segments)
+    return futures if isinstance(pool, _Inline) else list(futures)
+
+
+def _readers(count: int) -> Executor:
+    return ThreadPoolExecutor(max_workers=count, thread_name_prefix="ckpt-read") if count else _Inline()
+
+
+class Carrier:
+    """One rank's part of one load."""
+
+    def __init__(self, store: ObjectStore, plan: ReadPlan, party: Party, wants: Sequence[Want]) -> None:
+        self._store = store
+        self._plan = plan
+        self._party = party
+        self._leaves: dict[tuple[str, Box], list[Leaf]] = {}
+        for want in wants:
+            for h in want.leaf.held:
+                self._leaves.setdefault((want.stored, h.box), []).append(want.leaf)
+        self._pinned = any(v.is_cuda for w in wants for v in w.leaf.views)
+        self._scratch = _Scratch(pinned=self._pinned)
+
+    def run(self) -> None:
+        """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
+        with _readers(self._plan.pace.readers) as pool:
+            try:
+                self._share(pool)
+                for future in _submitted(pool, self._read_private, self._plan.private):
+                    future.result()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+                self._store.release()
+
+    # ---- what this rank needs alone
+
+    def _read_private(self, segment: Segment) -> None:
+        with torch.no_grad():  # a thread begins with gradients on
+            needs = list(self._plan.needs(segment))
+            begin, end = self._plan.extent(segment)
+            buffer = _Buffer(data=self._scratch.take(end - begin), home=False)
+            views, direct = self._places(needs, begin, end, _bytes_of(buffer.data))
+            self._read(segment, views)
+            if len(direct) < len(needs):
+                late = [
+                    c
+                    for c in self._plan.cuts(segment, 1 << self._plan.rank)
+                    if (c.piece.at, c.held) not in direct
+                ]
+                self._unpack(late, buffer, begin)
+            self._scratch.give(buffer)
+
+    def _places(
+        self, needs: Sequence[Need], begin: int, end: int, scratch: memoryview
+    ) -> tuple[list[memoryview], set[tuple[int, Box]]]:
+        """Where each byte of a segment goes: into live tensors where that can be, else into scratch. And which needs (by piece
+        and wanted box) are served by that. Where needs overlap, scratch has to hold the bytes for all of them."""
+        views: list[memoryview] = []
+        direct: set[tuple[int, Box]] = set()
+        at = begin
+        disjoint = all(n.end <= after.begin for n, after in itertools.pairwise(needs))
+        for n in needs:
+            if not disjoint or (live := self._live(n)) is None:
+                continue
+            a, b = max(n.begin, begin), min(n.end, end)
+            if a > at:
+                views.append(scratch[at - begin : a - begin])
+            views.append(_bytes_of(live[a - n.begin : b - n.begin]))
+            direct.add((n.piece.at, n.held))
+            at = b
+        if end > at:
+            views.append(scratch[at - begin : end - begin])
+        return views, direct
+
+    def _read(self, s: Segment, views: Sequence[memoryview]) -> None:
+        read_into(self._store, self._plan.objects[s.source], s.first, s.stop, views)
+
+    # ---- what is shared
+
+    def _share(self, pool: Executor) -> None:
+        """Round after round. A rank that fails says so before the next round, and all stop.
+
+        That all ranks have come to a round means as well that they have taken in the one before, whose room is free then.
+        """
+        rounds, depth, me = self._plan.rounds, self._plan.pace.depth, self._plan.rank
+        if not rounds:
+            return
+        sizes, places = self._plan.places()
+        readers = sum({1 << s.reader for s in itertools.chain(*rounds) if s.ranks >> me & 1})
+        memory = meet(self._party, sizes, readers, pinned=self._party.device.type != "cpu")
+        reading: deque[dict[Segment, Future[torch.Tensor]]] = deque()
+
+        def begin(number: int) -> None:
+            mine = [s for s in rounds[number] if s.reader == me] if number < len(rounds) else []
+            reading.append({s: pool.submit(self._read_shared, s, memory.own, places[s]) for s in mine})
+
+        for number in range(depth - 1):
+            begin(number)
+        error: Exception | None = None
+        for number, segments in enumerate(rounds):
+            held: dict[Segment, torch.Tensor] = {}
+            try:
+                held = {s: future.result() for s, future in reading.popleft().items()}
+            except Exception as e:
+                error = error or e
+            if self._in_group(self._party.any, error is not None):
+                raise error or StoppedError
+            begin(number + depth - 1)
+            try:
+                self._pass_on(segments, held, memory, places)
+            except GroupError:
+                raise
+            except Exception as e:
+                error = e
+        if error is not None:
+            raise error
+
+    def _in_group(self, call: Callable[[_T], _R], given: _T) -> _R:
+        try:
+            return call(given)
+        except RuntimeError as e:
+            raise GroupError(e) from e
+
+    def _read_shared(self, segment: Segment, memory: torch.Tensor, at: int) -> torch.Tensor:
+        begin, end = self._plan.extent(segment)
+        buffer = memory[at : at + end - begin]
+        self._read(segment, [_bytes_of(buffer)])
+        return buffer
+
+    def _pass_on(
+        self,
+        segments: Sequence[Segment],
+        held: Mapping[Segment, torch.Tensor],
+        memory: NodeMemory,
+        places: Mapping[Segment, int],
+    ) -> None:
+        me = self._plan.rank
+        parcels: list[Parcel] = []
+        arriving: list[tuple[Segment, _Part, _Buffer]] = []
+        here: list[tuple[Segment, torch.Tensor]] = list(held.items())
+        packed: list[_Buffer] = []
+        for number, s in enumerate(segments):
+            if not s.ranks >> me & 1:
+                continue
+            begin, end = self._plan.extent(s)
+            near = sum(1 << r for r in bits(s.ranks) if memory.reach[r] >> s.reader & 1)
+            if near >> me & 1:
+                here.append((s, memory.of(s.reader)[places[s] : places[s] + end - begin]))
+                continue
+            others = s.ranks & ~(near | 1 << s.reader)
+            for part in _parts(self._plan.cuts(s, others), others, end - begin):
+                if s in held:
+                    payload = _Buffer(data=held[s], home=True)
+                    if not part.raw:
+                        packed.append(payload := self._pack(part, held[s], begin))
+                elif part.receivers >> me & 1:
+                    payload = self._landing(s if part.raw else None, part.nbytes)
+                    arriving.append((s, part, payload))
+                else:
+                    continue
+                data = payload.data.to(self._party.device)
+                tag = number * self._party.world_size + bits(part.receivers)[0]
+                parcels.append(Parcel(reader=s.reader, receivers=part.receivers, payload=data, tag=tag))
+        works = self._in_group(self._party.post, parcels)
+        for s, data in here:
+            self._unpack(self._plan.cuts(s, 1 << me), _Buffer(data=data, home=False), self._plan.extent(s)[0])
+        self._in_group(self._party.wait, works)
+        self._bring_in(arriving, [p.payload for p in parcels if p.reader != me])
+        for buffer in (*packed, *(b for _, _, b in arriving)):
+            self._scratch.give(buffer)
+
+    def _bring_in(
+        self, arriving: Sequence[tuple[Segment, _Part, _Buffer]], received: Sequence[torch.Tensor]
+    ) -> None:
+        for (s, part, buffer), data in zip(arriving, received, strict=True):
+            if buffer.home and data is not buffer.data:
+                buffer.data.copy_(data)
+            came = _Buffer(data=data, home=buffer.home)
+            self._unpack(part.cuts, came, self._plan.extent(s)[0] if part.raw else None)
+
+    def _pack(self, part: _Part, raw: torch.Tensor, begin: int) -> _Buffer:
+        target = self._scratch.take(part.nbytes)
+        for c, at in zip(part.cuts, _offsets(part.cuts), strict=True):
+            _stored(c, target, at, packed=True).copy_(_stored(c, raw, c.begin - begin, packed=False))
+        return _Buffer(data=target, home=False)
+
+    def _landing(self, segment: Segment | None, nbytes: int) -> _Buffer:
+        """The live memory of a segment that is part of one tensor; otherwise, and where nothing is said, scratch."""
+        if segment is not None:
+            needs = list(self._plan.needs(segment))
+            begin, end = self._plan.extent(segment)
+            if len(needs) == 1 and needs[0].ranks >> self._plan.rank & 1:
+                n = needs[0]
+                live = self._live(n) if n.begin <= begin and end <= n.end else None
+                if live is not None:
+                    return _Buffer(data=live[begin - n.begin : end - n.begin], home=True)
+        return _Buffer(data=self._scratch.take(nbytes), home=False)
+
+    # ---- into the live tensors
+
+    def _live(self, need: Need) -> torch.Tensor | None:
+        """The live memory (uint8) of a need, if its bytes lie in it as they are stored, and only there."""
+        leaves = self._leaves[need.piece.name, need.held]
+        if len(leaves) != 1:
+            return None
+        view = part_of(leaves[0], need.box)
+        nbytes = view.numel() * view.element_size()
+        if view.device.type != "cpu" or not view.is_contiguous() or need.end - need.begin != nbytes:
+            return None
+        return memory_of(view)
+
+    def _unpack(self, cuts: Sequence[Cut], buffer: _Buffer, begin: int | None) -> None:
+        """Copy what this rank wants of `cuts`. The buffer holds them as they are stored, from byte `begin` of the data section
+        on, or (None) packed."""
+        if buffer.home:
+            return
+        offsets = _offsets(cuts) if begin is None else [c.begin - begin for c in cuts]
+        with torch.no_grad():
+            for c, at in zip(cuts, offsets, strict=True):
+                if c.ranks >> self._plan.rank & 1:
+                    stored = _stored(c, buffer.data, at, packed=begin is None)
+                    for leaf in self._leaves[c.piece.name, c.held]:
+                        part_of(leaf, c.box).view(stored.dtype).copy_(stored, non_blocking=self._pinned)
+            if self._pinned:
+                torch.cuda.current_stream().synchronize()  # the buffer is used again
+
+
+def _bytes_of(t: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the CPU."""
+    array: Any = t.numpy()
+    return memoryview(array)
+
+
+def _stored(c: Cut, raw: torch.Tensor, at: int, *, packed: bool) -> torch.Tensor:
+    """A cut as it lies in memory, as integers of its element's size."""
+    extent = c.box.extent
+    itemsize = c.nbytes // c.box.numel
+    rows = extent if packed else c.piece.extent
+    strides = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
+    nbytes = c.nbytes if packed else c.end - c.begin
+    return raw[at : at + nbytes].view(_BITS[itemsize]).as_strided(extent, strides)
+
+
+def _parts(cuts: Sequence[Cut], others: int, nbytes: int) -> list[_Part]:
+    """What the reader of a segment passes on to `others` (bits): those that need the same are served together. The same on all
+    ranks."""
+    if not others:
+        return []
+    if all(c.ranks & others in (0, others) for c in cuts):
+        groups = {tuple(i for i, c in enumerate(cuts) if c.ranks & others): others}
+    else:
+        groups: dict[tuple[int, ...], int] = {}
+        for r in bits(others):
+            needed = tuple(i for i, c in enumerate(cuts) if c.ranks >> r & 1)
+            groups[needed] = groups.get(needed, 0) | 1 << r
+    found: list[_Part] = []
+    for needed, receivers in groups.items():
+        wanted = [cuts[i] for i in needed]
+        offsets = _offsets(wanted)
+        packed = offsets[-1] + wanted[-1].nbytes
+        raw = packed > RAW_SHARE * nbytes
+        found.append(_Part(receivers=receivers, cuts=wanted, raw=raw, nbytes=nbytes if raw else packed))
+    return found
+
+
+def _offsets(cuts: Sequence[Cut]) -> list[int]:
+    """Where packed cuts begin."""
+    sizes = (-(-c.nbytes // PACK_ALIGN_NBYTES) * PACK_ALIGN_NBYTES for c in cuts)
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+class _Scratch:
+    """Buffers that are used again. For several threads."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: deque[torch.Tensor] = deque()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8, of exactly `nbytes`."""
+        try:
+            base = self._free.pop()
+        except IndexError:
+            base = None
+        if base is None or base.numel() < nbytes:
+            base = torch.empty(
+                max(nbytes, LEAST_NBYTES), dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
+        return base[:nbytes]
+
+    def give(self, buffer: _Buffer) -> None:
+        if not buffer.home and buffer.data._base is not None:
+            self._free.append(buffer.data._base)

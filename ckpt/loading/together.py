@@ -1,0 +1,297 @@
+"""Loading on one's own: the newest readable checkpoint, by all ranks together; one tensor; the list of steps. (torch)
+
+All ranks try the same step, and each hears how it went for the others: where one finds damage, all go on to the step before,
+and rank 0 sets the damaged one aside (ckpt/loading/aside.py, which also says what happens after repeated failed resumes).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from surefoot.ckpt.boxes import Box, Held, whole
+from surefoot.ckpt.channel import Channel
+from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMissingError
+from surefoot.ckpt.format.flags import raise_flag
+from surefoot.ckpt.live.filling import Fit
+from surefoot.ckpt.live.leaves import Leaf, dtype_of
+from surefoot.ckpt.live.source import Want
+from surefoot.ckpt.loading.aside import (
+    RESUME_TRIES,
+    Choice,
+    Resume,
+    aside_among,
+    choose,
+    note_resume,
+    resumes_among,
+    set_aside,
+    why_aside,
+)
+from surefoot.ckpt.loading.fetching import ManifestSource, load_together, shared_manifest
+from surefoot.ckpt.loading.restore import read_manifest, require_objects, restored_of
+from surefoot.ckpt.loading.sharing import Party, party_of
+from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs, step_prefix
+from surefoot.ckpt.record import lineage, list_manifests, read_records
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
+
+_log = logging.getLogger(__name__)
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.05, 2.0
+WAIT_ROUND_S = 60.0
+"""While rank 0 waits for a step the others wait for rank 0; it lets them know this often, well below a channel's timeout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What was loaded. `missing` and `left_over`: names that only the state has, and that only the checkpoint has, with where
+    they are stored (strict=False). `passed_over`: newer steps, and why they were not taken."""
+
+    generation: int
+    step: int
+    cursor: dict[str, Any]
+    extra: dict[str, Any] | None
+    missing: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+    passed_over: tuple[tuple[int, str], ...] = ()
+
+
+class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a rank tells the others: candidates (rank 0), or how its load went."""
+
+    candidates: tuple[ManifestRef, ...] = ()
+    passed_over: tuple[tuple[int, str], ...] = ()
+    waiting: bool = False
+    damage: str = ""
+    failure: str = ""
+
+
+def find_line(store: ObjectStore) -> list[ManifestRef]:
+    """The lineage as of now, ascending. Raises: LineageError, FormatError, DamagedError, ObjectStore…Error."""
+    return lineage(read_records(store), list_manifests(store))
+
+
+def load_agreed(
+    store: ObjectStore,
+    channel: Channel,
+    state: Mapping[str, Any],
+    *,
+    step: int | None,
+    strict: bool,
+    group: dist.ProcessGroup | None = None,
+    resume_tries: int | None = RESUME_TRIES,
+    wait_s: float = 0.0,
+) -> Loaded | None:
+    """All ranks load the same step: the one asked for, or the newest on the lineage that all of them can read.
+
+    Returns None where `step` is None and there is nothing to load. Collective over the channel, and over `group`, whose ranks
+    are the channel's, and which passes on what several of them need.
+
+    Args:
+        resume_tries: see ckpt/loading/aside.py; None: the newest step is taken however many starts have died of it.
+        wait_s: how long to wait for `step` to be committed, if it is not yet.
+
+    Raises:
+        StepMissingError: the lineage does not hold `step`.
+        DamagedError: `step` is damaged, or every step is.
+        StateMismatchError and others: on the rank it happened; CkptError naming that rank on the others.
+    """
+    first = _agree_on_candidates(store, channel, step, resume_tries, wait_s)
+    party = party_of(channel.rank, channel.world_size, channel.exchange, group)
+    passed_over = list(first.passed_over)
+    for ref in first.candidates:
+        manifest, fit, error = _try_load(store, party, state, ref, strict=strict)
+        words = _tell_all(channel, _word_of(error))
+        failed = [(r, w.failure) for r, w in enumerate(words) if w.failure]
+        if failed:
+            raise error or CkptWorldError(
+                f"rank {failed[0][0]} could not load step {ref.step}: {failed[0][1]}"
+            )
+        damage = next((w.damage for w in words if w.damage), "")
+        if not damage and manifest is not None:
+            if channel.rank == 0 and strict:
+                _flag_verified(store, ref)
+            return _loaded(manifest, channel, fit, passed_over)
+        passed_over.append((ref.step, damage))
+        if channel.rank == 0 and not isinstance(error, StepMissingError):
+            set_aside(store, ref, damage)
+    if passed_over:
+        listed = "; ".join(f"step {s}: {why}" for s, why in passed_over)
+        raise DamagedError(
+            f"{store.root}: no checkpoint {'is readable' if step is None else 'of that step is readable'}: {listed}",
+            key="",
+        )
+    return None
+
+
+def note_start(store: ObjectStore, channel: Channel, loaded: Loaded) -> Resume | None:
+    """Leave a marker that this start resumes from what it loaded. For rank 0 of a start that will save; others get None."""
+    if channel.rank != 0:
+        return None
+    key = ManifestRef(step=loaded.step, generation=loaded.generation, key="")
+    return note_resume(store, key)
+
+
+def _flag_verified(store: ObjectStore, ref: ManifestRef) -> None:
+    """All of the checkpoint was read, and compared with its checksums."""
+    try:
+        raise_flag(store, ref, "verified", "by a load")
+    except ObjectStoreError as e:
+        _log.debug("step %d was verified, and cannot be marked so: %s", ref.step, e)
+
+
+# ---------------------------------------------------------------- which step
+
+
+def _agree_on_candidates(
+    store: ObjectStore, channel: Channel, step: int | None, tries: int | None, wait_s: float
+) -> _Word:
+    """Rank 0 looks; newest first."""
+    give_up = time.monotonic() + wait_s
+    while True:
+        error: Exception | None = None
+        word = _Word()
+        if channel.rank == 0:
+            try:
+                word = _look(store, step, tries, give_up)
+            except (CkptError, ObjectStoreError) as e:
+                error, word = e, _Word(failure=str(e))
+        first = _tell_all(channel, word)[0]
+        if first.failure:
+            raise error or CkptWorldError(f"rank 0 could not list the checkpoints: {first.failure}")
+        if not first.waiting:
+            return first
+
+
+def _look(store: ObjectStore, step: int | None, tries: int | None, give_up: float) -> _Word:
+    """What rank 0 finds; `waiting` after WAIT_ROUND_S without the step."""
+    let_know = time.monotonic() + WAIT_ROUND_S
+    pause_s = FIRST_POLL_S
+    while True:
+        records, keys = read_records(store), [o.key for o in store.list("gen-")]
+        line = lineage(records, manifest_refs(keys))
+        if step is None:
+            aside = {at: why_aside(store, *at) for at in aside_among(keys)}
+            choice = choose(line, aside, resumes_among(keys), tries=tries)
+            return _word_of_choice(choice)
+        try:
+            return _Word(candidates=tuple(_only(line, step, store, keys)))
+        except StepMissingError:
+            now = time.monotonic()
+            if now + pause_s > give_up:
+                raise
+            if now + pause_s > let_know:
+                return _Word(waiting=True)
+        time.sleep(pause_s)  # an object store has no watch: it can only be asked again
+        pause_s = min(2 * pause_s, LONGEST_POLL_S)
+
+
+def _word_of_choice(choice: Choice) -> _Word:
+    return _Word(
+        candidates=choice.candidates, passed_over=tuple((ref.step, why) for ref, why in choice.passed_over)
+    )
+
+
+def _only(
+    line: list[ManifestRef], step: int, store: ObjectStore, keys: Sequence[str] = ()
+) -> list[ManifestRef]:
+    found = [m for m in line if m.step == step]
+    if not found:
+        held = ", ".join(str(m.step) for m in line[-8:]) or "none"
+        begun = [k for k in keys if f"/{step_prefix(1, step).partition('/')[2]}" in k]
+        why = (
+            f"step {step} is not committed, though a save of it was begun ({begun[0]}): it is under way (wait_s waits for it), "
+            f"or was given up"
+            if begun
+            else f"there is no committed step {step} on its lineage"
+        )
+        raise StepMissingError(f"{store.root}: {why}; the newest are: {held}")
+    return found[-1:]
+
+
+# ---------------------------------------------------------------- one try
+
+
+def _try_load(
+    store: ObjectStore, party: Party, state: Mapping[str, Any], ref: ManifestRef, *, strict: bool
+) -> tuple[Manifest | None, Fit, Exception | None]:
+    try:
+        manifest = shared_manifest(store, party, ref.generation, ref.step)
+        return manifest, load_together(store, manifest, party, state, strict=strict), None
+    except Exception as e:  # whatever it is, the others must hear of it before this rank raises
+        return None, Fit(), e
+
+
+def _word_of(error: Exception | None) -> _Word:
+    if error is None:
+        return _Word()
+    if isinstance(error, DamagedError | StepMissingError):
+        return _Word(damage=str(error))
+    return _Word(failure=f"{type(error).__name__}: {error}")
+
+
+def _tell_all(channel: Channel, word: _Word) -> list[_Word]:
+    return [msgspec.json.decode(w, type=_Word) for w in channel.exchange(msgspec.json.encode(word))]
+
+
+def _loaded(manifest: Manifest, channel: Channel, fit: Fit, passed_over: list[tuple[int, str]]) -> Loaded:
+    restored = restored_of(manifest, channel.rank, channel.world_size)
+    return Loaded(
+        generation=restored.generation,
+        step=restored.step,
+        cursor=restored.cursor,
+        extra=restored.extra,
+        missing=fit.missing,
+        left_over=fit.left_over,
+        passed_over=tuple(passed_over),
+    )
+
+
+# ---------------------------------------------------------------- one tensor
+
+
+def read(root: Root, step: int, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
+    """One whole tensor of a committed step, or `part` of it, in host memory. Needs no process group, and reads the blocks that
+    hold it alone.
+
+    Args:
+        part: a slice per dimension (leading ones suffice), without steps.
+
+    Raises: StepMissingError (no such step, or no such name in it), DamagedError, ObjectStore…Error; ValueError for a slice
+    with a step.
+    """
+    store = open_store(root)
+    ref = _only(find_line(store), step, store)[0]
+    manifest = read_manifest(store, ref.generation, ref.step)
+    require_objects(store, manifest)
+    stored = manifest.aliases.get(name, name)
+    meta = manifest.tensors.get(stored)
+    if meta is None:
+        near = [n for n in manifest.tensors if n.endswith(name.rpartition(".")[2])][:5]
+        raise StepMissingError(
+            f"step {step} in {store.root} has no tensor {name}; similar names: {', '.join(near) or 'none'}"
+        )
+    box = whole(meta.shape) if part is None else _box_of(part, meta.shape)
+    tensor = torch.empty(box.extent, dtype=dtype_of(meta.dtype), device="cpu")
+    if tensor.numel():
+        leaf = Leaf(name=name, held=(Held(box, (0,) * len(box.extent)),), views=(tensor,), meta=meta)
+        with torch.no_grad():
+            ManifestSource(store, manifest).fill([Want(leaf=leaf, stored=stored)])
+    return tensor
+
+
+def _box_of(part: Sequence[slice], shape: tuple[int, ...]) -> Box:
+    if len(part) > len(shape):
+        raise ValueError(f"{len(part)} slices for a tensor of shape {list(shape)}")
+    bounds = [
+        s.indices(n) for s, n in zip([*part, *[slice(None)] * (len(shape) - len(part))], shape, strict=True)
+    ]
+    if any(by != 1 for _, _, by in bounds):
+        raise ValueError("slices with a step other than 1 are no box: read the whole part, and index that")
+    return Box(tuple(a for a, _, _ in bounds), tuple(max(b - a, 0) for a, b, _ in bounds))

@@ -1,0 +1,1 @@
+"""Who writes and who reads which bytes, and how often. PURE."""

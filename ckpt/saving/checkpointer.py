@@ -1,0 +1,533 @@
+"""Saving on one's own: `Checkpointer`, in one process or under plain torch.distributed. (torch)
+
+A save copies what this rank writes into the checkpointer's own memory and returns. A process of its own uploads it, rank 0's
+also commits; a thread waits for them and hears the outcome over the checkpointer's TCPStore (ckpt/saving/flight.py). One save is in
+flight at most: the next one waits for it, and raises what went wrong with it. A `blocking` save, and one that does not fit
+the memory budget, is written straight from live memory instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import torch.distributed as dist
+
+from surefoot import failpoint as failpoints
+from surefoot.ckpt.channel import Channel, open_channel
+from surefoot.ckpt.errors import (
+    CkptError,
+    CkptUserError,
+    CkptWorldError,
+    CommitError,
+    FencedError,
+    StateError,
+)
+from surefoot.ckpt.keeping.retention import Retention
+from surefoot.ckpt.live.livestate import no_collection
+from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
+from surefoot.ckpt.loading.restore import read_manifest
+from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_start
+from surefoot.ckpt.manifest import ManifestRef
+from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
+from surefoot.ckpt.record import StartRef, list_manifests, read_records
+from surefoot.ckpt.saving.cadence import Cadence
+from surefoot.ckpt.saving.equipment import Equipment
+from surefoot.ckpt.saving.flight import Flight, Terms, words_of_attempt
+from surefoot.ckpt.saving.generation import open_alone
+from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
+from surefoot.ckpt.saving.jobs import UploadMsg
+from surefoot.ckpt.saving.upload import Attempt
+from surefoot.ckpt.saving.writer import KILL_AFTER_S
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
+
+__all__ = ["Checkpointer", "SaveHandle"]
+
+_log = logging.getLogger(__name__)
+
+CHANNEL_TIMEOUT_S = 300.0
+"""How long ranks wait for each other at a save or load: they may come to it at different times."""
+TIDY_S = 60.0
+"""How long `close` waits for what is being deleted."""
+WAITED_S = 0.1
+"""A save that waited longer for the one before it says so."""
+
+
+class Checkpointer:
+    """Saves and loads one training state under one root. All calls are collective over the group, in the same order.
+
+    Args:
+        root: ``file:///path``, a path, or ``s3://bucket/prefix``.
+        group: the ranks that hold the state; None: the default group, or this process alone.
+        keep: how many of the newest checkpoints to keep (at least 2); None: all.
+        keep_every: keep those of every so many steps as well.
+        every: save only at steps divisible by this; at others `save` returns a handle that is done. ``"auto"``: as often as is
+            worth it, from what saves cost and how often the job was interrupted (ckpt/planning/interval.py); then call `save` after each step.
+        every_s: save as soon as so many seconds have passed since the last save, by rank 0's clock.
+        memory_budget: bytes of host memory that a staged state of one rank may take; None: no limit. A larger state is written
+            straight from live memory, and `save` returns when this rank's part is stored.
+        deadline_s: how long one save may take until it is given up.
+        start_over: the first save may leave behind what the root holds, although nothing was loaded.
+        busy: what `save` does while the one before it is still under way: ``"wait"`` for it, or ``"skip"`` this step on all ranks, with
+            a warning, so that training goes on while the object store is slow or away; the next save that is due is tried again.
+        resume_tries: how many starts may die after resuming from the newest step until a load takes the one before it (see
+            ckpt/loading/aside.py); None: any number.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        group: dist.ProcessGroup | None = None,
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        every: int | Literal["auto"] | None = None,
+        every_s: float | None = None,
+        memory_budget: int | None = None,
+        deadline_s: float = 600.0,
+        start_over: bool = False,
+        busy: Literal["wait", "skip"] = "wait",
+        resume_tries: int | None = RESUME_TRIES,
+    ) -> None:
+        _require_sensible(keep, keep_every, memory_budget, deadline_s, busy)
+        self._cadence = Cadence(every, every_s)
+        self._store: ObjectStore = open_store(root)
+        self._group = group
+        self._retention = None if keep is None else Retention(newest=keep, every_steps=keep_every)
+        self._memory_budget = memory_budget
+        self._deadline_s = deadline_s
+        self._start_over = start_over
+        self._skips = busy == "skip"
+        self._resume_tries = resume_tries
+        self._resume: Resume | None = None
+        self._channel: Channel | None = None
+        self._equipment: Equipment | None = None
+        self._start = StartRef()
+        self._seen: frozenset[ManifestRef] = frozenset()
+        self._generation: int | None = None
+        self._in_flight: SaveHandle | None = None
+        self._latest: SaveHandle | None = None
+        """Of the newest step that was saved, in flight or not."""
+        self._flight: Flight | None = None
+        self._last_attempt = ""
+        self._last_commit: tuple[int, float] | None = None
+        """On rank 0: its step, and when, on the monotonic clock."""
+        self._swept = False
+        self._fenced: FencedError | None = None
+        self._owner = os.getpid()
+
+    # ---- public
+
+    def load(
+        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool = True, wait_s: float = 0.0
+    ) -> Loaded | None:
+        """Fill `state` in place from the newest readable step (or from `step`); None where the root holds nothing.
+
+        The next save then continues from there: it opens a generation of its own, and steps beyond leave the lineage. Memory
+        for saves is made ready in the background (see `prepare`); who only loads takes `ckpt.load`.
+
+        Args:
+            wait_s: how long to wait for `step`, where it is not committed yet.
+
+        Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
+        """
+        loaded = self._load(state, step, strict=strict, wait_s=wait_s)
+        if loaded is not None and self._resume is None:
+            self._resume = note_start(self._store, self._opened(), loaded)
+        self.prepare(state)
+        return loaded
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Get ready to save `state`: agree on its layout, start the uploader, and touch memory, with room for what optimizers will
+        add. The first save is then as quick as the others. Collective; `load` does it, and `save` where nobody did.
+
+        A state that cannot be saved is no error here.
+        """
+        equipment = self._equipped()
+        word, _ = self._look(0, state)
+        verdict = self._decide(word)
+        if not verdict.failure:
+            try:
+                if verdict.fresh:
+                    equipment.live.agree()
+                equipment.get_ready()
+            except CkptError as e:
+                _log.debug("not ready to save: %s", e)
+        equipment.live.forget()
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        cursor: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        blocking: bool = False,
+        force: bool = False,
+    ) -> SaveHandle:
+        """Stage `state` as the state after `step` steps and let it be uploaded and committed. Blocks while copying only, and
+        while an earlier save is under way; `state` may change once it returns.
+
+        Args:
+            cursor: the loader's position, the same on all ranks.
+            force: save whether `step` is due or not, as after the last step of a run; where it was saved just before, that is it.
+            extra: what this rank wants back beside the state. Both must be what JSON can say.
+            blocking: write straight from live memory, without a copy, and return when the step is committed.
+
+        Raises what went wrong with the earlier save; of this one: StateError, CoverageError, StaleStartError (the root has moved
+        on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
+        """
+        self._require_mine()
+        step = _whole(step)
+        begun = time.monotonic()
+        if force and self._latest is not None and self._latest.step == step:
+            return self._latest
+        handle = SaveHandle(step)
+        uploading = self._in_flight is not None and not self._in_flight.done()
+        due = self._cadence.due(step, self._opened, lambda: read_records(self._store), uploading=uploading)
+        if not due and not force:
+            handle.finish(None)
+            return handle
+        if self._skips and not blocking and not force and self._under_way(step):
+            handle.finish(None)
+            return handle
+        self._settle()
+        if self._fenced is not None:
+            raise self._fenced
+        equipment = self._equipped()
+        with no_collection():
+            try:
+                self._begin(handle, state, cursor, extra, blocking=blocking)
+            finally:
+                equipment.live.forget()
+        self._cadence.saved(time.monotonic() - begun)
+        if blocking:
+            self._settle()
+        return handle
+
+    def continue_from_newest(self) -> None:
+        """Let the first save continue from the newest step in the root, as if that had been loaded. For a caller who knows that
+        the state he holds came after it."""
+        if self._opened().rank == 0:
+            self._seen = frozenset(list_manifests(self._store))
+            line = find_line(self._store)
+            if line:
+                self._start = StartRef(generation=line[-1].generation, step=line[-1].step)
+
+    def close(self) -> None:
+        """Wait for the save in flight and let go of everything. Collective. Raises what went wrong with that save.
+
+        What retention lets go is deleted by rank 0, and gone when its `close` returns; others do not wait for it. In a process
+        that was forked from this one it does nothing.
+        """
+        if not self._mine:
+            return
+        try:
+            self._settle()
+            self._settle_resume()
+        finally:
+            self._release(TIDY_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if error is None or not self._mine:
+            self.close()
+            return
+        if isinstance(error, Exception):
+            self._resume = None  # its marker stays: perhaps the checkpoint is to blame
+        self._settle_resume()  # somebody who interrupts it has nothing against the checkpoint
+        self._close_after(error)
+
+    # ---- between saves
+
+    def _load(
+        self, state: Mapping[str, Any], step: int | None, *, strict: bool, wait_s: float = 0.0
+    ) -> Loaded | None:
+        """`load` without a resume marker, and without getting ready."""
+        channel = self._opened()
+        self._settle()
+        self._seen = frozenset(list_manifests(self._store)) if channel.rank == 0 else frozenset()
+        loaded = load_agreed(
+            self._store,
+            channel,
+            state,
+            step=step,
+            strict=strict,
+            group=self._group,
+            resume_tries=self._resume_tries,
+            wait_s=wait_s,
+        )
+        if loaded is not None:
+            self._start = StartRef(generation=loaded.generation, step=loaded.step)
+            self._generation = None
+            first = channel.rank == 0
+            self._cadence.loaded(
+                read_manifest(self._store, loaded.generation, loaded.step).facts if first else {}
+            )
+            if first:
+                for passed, why in loaded.passed_over:
+                    _log.warning("step %d was passed over: %s", passed, why)
+        return loaded
+
+    def _opened(self) -> Channel:
+        self._require_mine()
+        if self._channel is None:
+            self._channel = open_channel(self._group, CHANNEL_TIMEOUT_S)
+        return self._channel
+
+    def _equipped(self) -> Equipment:
+        if self._equipment is None:
+            self._equipment = Equipment(self._store, self._opened(), self._memory_budget)
+        return self._equipment
+
+    @property
+    def _mine(self) -> bool:
+        """False in a process that was forked from the owner's: connections and uploader are the owner's to use and to end."""
+        return os.getpid() == self._owner
+
+    def _require_mine(self) -> None:
+        if not self._mine:
+            raise CkptUserError(
+                f"this Checkpointer belongs to process {self._owner}, from which this one was forked: make another one here"
+            )
+
+    def _under_way(self, step: int) -> bool:
+        """Is the save before this one still under way on any rank? All hear the same."""
+        before = self._in_flight
+        mine = b"1" if before is not None and not before.done() else b""
+        channel = self._opened()
+        busy = bool(channel.decide(mine, lambda words: b"1" if any(words) else b""))
+        if busy and channel.rank == 0 and before is not None:
+            age = "nothing is committed yet"
+            if self._last_commit is not None:
+                committed, at = self._last_commit
+                age = f"the last commit, of step {committed}, is {time.monotonic() - at:.0f} s old"
+            _log.warning(
+                "step %d is not saved: step %d is still on its way to %s; %s",
+                step,
+                before.step,
+                self._store.root,
+                age,
+            )
+        return busy
+
+    def _settle(self) -> None:
+        """Wait for the save in flight, and raise its error unless somebody has heard it from the handle."""
+        handle, self._in_flight = self._in_flight, None
+        if handle is None:
+            return
+        begun, told = time.monotonic(), handle.told
+        try:
+            handle.settle()
+        except Exception as e:
+            if isinstance(e, FencedError):
+                self._fenced = e
+            if not told:
+                raise
+        finally:
+            waited_s = time.monotonic() - begun
+            if waited_s > WAITED_S:
+                _log.info("waited %.2f s for the save of step %d", waited_s, handle.step)
+
+    def _settle_resume(self) -> None:
+        """This start has got further than what it resumed from, or ends in peace."""
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume.settle()
+
+    def _close_after(self, error: BaseException) -> None:
+        """Close, but hold up an error (or Ctrl-C) for no longer than a save that is nearly done is worth."""
+        handle, self._in_flight = self._in_flight, None
+        try:
+            if handle is None or handle.told:
+                return
+            if handle.ended_within(GRACE_S):
+                handle.settle()
+            else:
+                handle.drop()
+                _log.error("step %d was still being saved after %g s, and is given up", handle.step, GRACE_S)
+        except Exception as e:
+            _log.error("%s ends this, and the last save has failed as well: %s", type(error).__name__, e)
+        finally:
+            self._release(KILL_AFTER_S)
+
+    def _release(self, wait_s: float) -> None:
+        if self._flight is not None:
+            self._flight.join(wait_s)
+            self._flight = None
+        if self._equipment is not None:
+            self._equipment.close(wait_s)
+            self._equipment = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    # ---- one save
+
+    def _begin(
+        self,
+        handle: SaveHandle,
+        state: Mapping[str, Any],
+        cursor: dict[str, Any] | None,
+        extra: dict[str, Any] | None,
+        *,
+        blocking: bool,
+    ) -> None:
+        """Agree, and have a flight see it through; then stage the state, or write it."""
+        equipment, channel = self._equipped(), self._opened()
+        attempt = self._agree(handle.step, state, cursor=cursor, extra=extra)
+        generation = self._generation_for(handle.step, channel)
+        staged = not blocking and equipment.get_ready()
+        terms = self._terms(Attempt(generation=generation, step=handle.step, attempt=attempt))
+        flight = Flight(handle, terms, channel, self._store, equipment.uploader() if staged else None)
+        if self._flight is not None:
+            self._flight.join()
+        self._flight = flight
+        flight.start()  # before the copy: the others are to know at once if this process dies in it
+        self._in_flight = self._latest = handle
+        try:
+            job = UploadMsg(
+                generation=generation,
+                step=handle.step,
+                attempt=attempt,
+                rank=channel.rank,
+                world_size=channel.world_size,
+                deadline_s=self._deadline_s,
+                values=equipment.live.values,
+                cursor=cursor or {},
+                extra=extra,
+                replicas=equipment.live.hashes() if staged else {},
+                failpoints=failpoints.armed_text(),
+            )
+            if staged:
+                equipment.stage(job, flight.part, handle)
+            else:
+                equipment.write(job, flight.part)
+                flight.part.end(None)
+        except BaseException as e:
+            flight.part.end(
+                e if isinstance(e, Exception) else CommitError(f"interrupted: {type(e).__name__}")
+            )
+            handle.ended_within(KILL_AFTER_S)
+            handle.drop()
+            self._in_flight = None
+            raise
+
+    def _terms(self, place: Attempt) -> Terms:
+        stale, self._last_attempt = self._last_attempt, place.attempt
+        rank = self._opened().rank
+        return Terms(
+            place=place,
+            deadline_s=self._deadline_s,
+            facts={"host": socket.gethostname(), "pid": os.getpid(), **self._cadence.facts()},
+            retention=self._retention,
+            sweep=not self._swept,
+            committed=lambda: self._note_commit(place.step),
+            stale_words=words_of_attempt(stale) if stale and rank == 0 else (),
+        )
+
+    def _note_commit(self, step: int) -> None:
+        """On rank 0, by the flight: the step is committed."""
+        self._last_commit = (step, time.monotonic())
+        self._swept = True
+        self._settle_resume()
+
+    def _look(
+        self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None
+    ) -> tuple[Word, Exception | None]:
+        try:
+            _require_plain(**plain)
+            return Word(step=step, fresh=self._equipped().live.look(state)), None
+        except Exception as e:  # the others must hear of it before this rank raises
+            return Word(step=step, failure=f"{type(e).__name__}: {e}"), e
+
+    def _decide(self, word: Word) -> Verdict:
+        attempt = secrets.token_hex(8)
+
+        def answer(words: list[bytes]) -> bytes:
+            return msgspec.json.encode(judge([decode_word(w) for w in words], attempt))
+
+        return decode_verdict(self._opened().decide(msgspec.json.encode(word), answer))
+
+    def _agree(self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None) -> str:
+        """One round per save: all save the same step, all can; where a layout is new, all tell theirs. Returns the attempt."""
+        word, error = self._look(step, state, **plain)
+        verdict = self._decide(word)
+        if error is not None:
+            raise error
+        if verdict.failure:
+            raise CommitError(f"step {step} cannot be saved: {verdict.failure}")
+        if verdict.others:
+            raise CkptUserError(
+                f"this rank saves step {step}, others do not ({verdict.others}): all ranks save together"
+            )
+        if verdict.fresh:
+            self._equipped().live.agree()
+        return verdict.attempt
+
+    def _generation_for(self, step: int, channel: Channel) -> int:
+        """The generation of this start; its first save opens it. Rank 0 acts, all hear of it."""
+        if self._generation is not None:
+            return self._generation
+        error: Exception | None = None
+
+        def open_it(_: list[bytes]) -> bytes:
+            nonlocal error
+            try:
+                seen = None if self._start_over else self._seen
+                return str(open_alone(self._store, self._start, step, seen=seen)).encode()
+            except (CkptError, ObjectStoreError) as e:
+                error = e
+                return f"!{e}".encode()
+
+        answer = channel.decide(b"", open_it).decode()
+        if answer.startswith("!"):
+            raise error or CkptWorldError(f"rank 0 could not open a generation: {answer[1:]}")
+        self._generation = int(answer)
+        return self._generation
+
+
+def _whole(step: Any) -> int:
+    """Raises CkptUserError for what is no step."""
+    try:
+        found = operator.index(step)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise CkptUserError(f"{step!r} is no step: steps are whole numbers from 0")
+    return found
+
+
+def _require_plain(**given: dict[str, Any] | None) -> None:
+    """Raises StateError naming what JSON has no form for."""
+    for name, value in given.items():
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise StateError(f"{name} has to consist of numbers, text, lists and mappings: {e}") from e
+
+
+def _require_sensible(keep: Any, keep_every: Any, memory_budget: Any, deadline_s: Any, busy: Any) -> None:
+    """Raises ValueError for options that would fail later, or be passed over in silence."""
+    for name, count in (("keep", keep), ("keep_every", keep_every), ("memory_budget", memory_budget)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            unit = " of bytes" if name == "memory_budget" else ""
+            raise ValueError(f"{name} = {count!r}: a whole number{unit}, at least 1, or leave it out")
+    if keep_every is not None and keep is None:
+        raise ValueError("keep_every says what stays beside the newest `keep`: give keep as well")
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:
+        raise ValueError(f"deadline_s = {deadline_s!r}: a positive number of seconds")
+    if busy not in ("wait", "skip"):
+        raise ValueError(f"busy = {busy!r}: 'wait' or 'skip'")

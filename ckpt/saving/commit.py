@@ -1,0 +1,298 @@
+"""The commit of one attempt: wait for its parts, prove them whole, create the manifest, look for a higher record.
+
+The committer is one process (rank 0's node; alone: rank 0) and learns of the others through their part records only.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from surefoot.ckpt.errors import CkptError, CommitError
+from surefoot.ckpt.format.merge import merge_parts
+from surefoot.ckpt.format.piecetable import needs_table, stored_form, with_table
+from surefoot.ckpt.manifest import (
+    Ledger,
+    LedgerRef,
+    LedgerRow,
+    Manifest,
+    PartRecord,
+    Previous,
+    attempt_prefix,
+    decode,
+    encode,
+    ledger_key,
+    manifest_key,
+    part_key,
+)
+from surefoot.ckpt.objects.stream import create_or_recognise
+from surefoot.ckpt.record import highest_record, list_manifests, read_record
+from surefoot.ckpt.store import (
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectStore,
+    ObjectStoreDeniedError,
+    ObjectStoreError,
+    ObjectStoreUnavailableError,
+    ObjectUnknownError,
+)
+from surefoot.failpoint import failpoint
+from surefoot.history import operation
+
+FIRST_POLL_S, LONGEST_POLL_S = 0.005, 0.5
+"""Parts of small states arrive within milliseconds, those of large ones within minutes; a listing costs about 10 ms on S3."""
+
+PART_READERS = 16
+"""Part records read at once, where there are many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The checkpoint exists and counts."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """The manifest was created, but generation `by` exists: whether it counts is for the lineage to say."""
+
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """Another attempt committed this (generation, step) first."""
+
+    winner_attempt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Nothing was committed, and why: in words, and as the error of ours that said so (ReplicasDifferError, for one)."""
+
+    reason: str
+    cause: CkptError | None = None
+
+
+CommitOutcome = Committed | Fenced | Lost | GivenUp
+
+
+def commit(
+    store: ObjectStore,
+    *,
+    generation: int,
+    step: int,
+    attempt: str,
+    writers: int,
+    deadline_s: float,
+    facts: Mapping[str, Any],
+) -> CommitOutcome:
+    """Commit the attempt once all `writers` (numbered from 0) have stored their parts.
+
+    Args:
+        deadline_s: how long to wait for parts, and to insist on an answer afterwards.
+        facts: kept in the manifest for people: host, durations, code version. `committed_at` (seconds since 1970) is added.
+
+    Raises:
+        ObjectUnknownError: nobody knows whether the manifest exists. Do not count on it either way: the lineage decides.
+        ObjectStoreUnavailableError: the manifest exists, and whether a newer generation does could not be learnt: the same.
+        ObjectStoreDeniedError: wrong keys or no permission.
+    """
+    give_up = time.monotonic() + deadline_s
+    with operation("commit", generation=generation, step=step, attempt=attempt) as noted:
+        dated = {"committed_at": round(time.time(), 3), **facts}
+        outcome = _prepare(store, generation, step, attempt, writers, give_up, dated)
+        if isinstance(outcome, Manifest):
+            failpoint("ckpt.before_manifest")
+            outcome = _create_manifest(store, outcome, give_up)
+        if isinstance(outcome, Committed):
+            failpoint("ckpt.after_manifest")
+            outcome = _look_for_higher_record(store, outcome, give_up)
+        noted["outcome"] = type(outcome).__name__
+        if isinstance(outcome, Committed):
+            failpoint("ckpt.before_ack")
+    return outcome
+
+
+# ---------------------------------------------------------------- before the manifest
+
+
+def _prepare(
+    store: ObjectStore,
+    generation: int,
+    step: int,
+    attempt: str,
+    writers: int,
+    give_up: float,
+    facts: Mapping[str, Any],
+) -> Manifest | GivenUp:
+    """Everything up to the manifest, whose ledger is stored already. What fails here leaves nothing committed."""
+    try:
+        parts, sizes = _await_parts(store, generation, step, attempt, writers, give_up)
+        manifest, rows = merge_parts(
+            parts, sizes, generation=generation, step=step, attempt=attempt, facts=facts
+        )
+        return _with_ledger(store, _with_table(store, manifest), rows)
+    except ObjectStoreDeniedError:
+        raise
+    except (CkptError, ObjectStoreError) as e:
+        return GivenUp(reason=str(e), cause=e if isinstance(e, CkptError) else None)
+
+
+def _await_parts(
+    store: ObjectStore, generation: int, step: int, attempt: str, writers: int, give_up: float
+) -> tuple[list[PartRecord], dict[str, int]]:
+    """All part records, and the sizes of all objects of the attempt. A failure that is reported ends the wait at once."""
+    wanted = {part_key(generation, step, attempt, w): w for w in range(writers)}
+    parts: dict[str, PartRecord] = {}
+    pause_s = FIRST_POLL_S
+    while True:
+        trouble = ""
+        try:
+            sizes = {o.key: o.size for o in store.list(attempt_prefix(generation, step, attempt))}
+            parts |= _read_parts(store, sorted(wanted.keys() & sizes.keys() - parts.keys()))
+            if len(parts) == writers or any(p.failure for p in parts.values()):
+                return [parts[key] for key in sorted(parts)], sizes
+        except ObjectStoreUnavailableError as e:
+            trouble = f"; {e}"
+        if time.monotonic() + pause_s > give_up:
+            late = sorted(w for key, w in wanted.items() if key not in parts)
+            raise CommitError(
+                f"step {step} of generation {generation}, attempt {attempt}: no part from writers {late} in time{trouble}"
+            )
+        time.sleep(pause_s)  # an object store has no watch: it can only be asked again
+        pause_s = min(2 * pause_s, LONGEST_POLL_S)
+
+
+def _read_parts(store: ObjectStore, keys: Sequence[str]) -> dict[str, PartRecord]:
+    """A thousand parts one after the other would be a thousand round trips."""
+
+    def read(key: str) -> PartRecord:
+        return decode(PartRecord, store.read(key), key=key)
+
+    if len(keys) < 2 * PART_READERS:
+        return {key: read(key) for key in keys}
+    with ThreadPoolExecutor(PART_READERS, thread_name_prefix="ckpt-parts") as pool:
+        return dict(zip(keys, pool.map(read, keys), strict=True))
+
+
+def _with_table(store: ObjectStore, manifest: Manifest) -> Manifest:
+    """Store the pieces beside the manifest to be, where they are too many to stand in it."""
+    if not needs_table(manifest):
+        return manifest
+    manifest, data = with_table(manifest)
+    assert manifest.table is not None, "it was given one"
+    create_or_recognise(store, manifest.table.key, data)
+    return manifest
+
+
+def _with_ledger(store: ObjectStore, manifest: Manifest, rows: tuple[LedgerRow, ...]) -> Manifest:
+    """Store the ledger beside the manifest to be, chained to the one before."""
+    previous = previous_checkpoint(store, manifest.generation, manifest.step)
+    ledger = Ledger(
+        generation=manifest.generation,
+        step=manifest.step,
+        previous=previous,
+        rows=tuple(r for r in rows if previous is None or r.step > previous.step),
+    )
+    key, data = ledger_key(manifest.generation, manifest.step, manifest.attempt), encode(ledger)
+    create_or_recognise(store, key, data)
+    return _replaced(manifest, LedgerRef(key=key, size=len(data), checksum=xxhash.xxh3_64_hexdigest(data)))
+
+
+def _replaced(manifest: Manifest, ledger: LedgerRef) -> Manifest:
+    import msgspec
+
+    return msgspec.structs.replace(manifest, ledger=ledger)
+
+
+def previous_checkpoint(store: ObjectStore, generation: int, step: int) -> Previous | None:
+    """The newest checkpoint before `step` on the lineage of `generation`. Reads as few records as it can.
+
+    Raises: ObjectStore…Error, LineageError's causes as DamagedError or ObjectMissingError.
+    """
+    steps: dict[int, list[int]] = {}
+    for m in list_manifests(store):
+        steps.setdefault(m.generation, []).append(m.step)
+    limit = step - 1
+    while generation != 0:
+        older = [s for s in steps.get(generation, ()) if s <= limit]
+        if older:
+            return Previous(
+                generation=generation, step=max(older), ledger=_ledger_of(store, generation, max(older))
+            )
+        start = read_record(store, generation)[0].start
+        generation, limit = start.generation, min(limit, start.step)
+    return None
+
+
+def _ledger_of(store: ObjectStore, generation: int, step: int) -> LedgerRef | None:
+    """A damaged predecessor must not keep this checkpoint from being committed: the chain then has a gap, and says so."""
+    key = manifest_key(generation, step)
+    try:
+        return decode(Manifest, store.read(key), key=key).ledger
+    except (CkptError, ObjectMissingError):
+        return None
+
+
+# ---------------------------------------------------------------- the manifest, and after
+
+
+def _create_manifest(store: ObjectStore, manifest: Manifest, give_up: float) -> Committed | Lost | GivenUp:
+    key, data = manifest_key(manifest.generation, manifest.step), encode(stored_form(manifest))
+    unknown: ObjectUnknownError | None = None
+    while True:
+        try:
+            store.create(key, data)
+            return Committed(manifest=manifest)
+        except ObjectUnknownError as e:
+            unknown = e
+        except ObjectExistsError:
+            pass
+        except ObjectStoreUnavailableError as e:
+            if unknown is not None:
+                raise unknown from e
+            return GivenUp(reason=str(e))
+        except ObjectStoreError as e:
+            if isinstance(e, ObjectStoreDeniedError) or unknown is not None:
+                raise
+            return GivenUp(reason=str(e))
+        found = _read_back(store, key, unknown)
+        if found is not None:
+            mine = found.attempt == manifest.attempt
+            return Committed(manifest=manifest) if mine else Lost(winner_attempt=found.attempt)
+        if time.monotonic() > give_up:
+            raise unknown or ObjectUnknownError(
+                f"{store.root}: {key} is said to exist and cannot be read; whether it was committed is unknown"
+            )
+        time.sleep(FIRST_POLL_S)  # likewise
+
+
+def _read_back(store: ObjectStore, key: str, unknown: ObjectUnknownError | None) -> Manifest | None:
+    """The manifest that stands there; None where none does (yet)."""
+    try:
+        return decode(Manifest, store.read(key), key=key)
+    except ObjectMissingError:
+        return None
+    except ObjectStoreError as e:
+        raise (unknown or e) from e
+
+
+def _look_for_higher_record(store: ObjectStore, done: Committed, give_up: float) -> Committed | Fenced:
+    """Before the commit is acknowledged. Insists until the deadline: without an answer nothing may be acknowledged."""
+    while True:
+        try:
+            highest = highest_record(store)
+        except ObjectStoreUnavailableError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(LONGEST_POLL_S)  # likewise
+            continue
+        return Fenced(by=highest) if highest > done.manifest.generation else done

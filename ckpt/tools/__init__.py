@@ -1,0 +1,1 @@
+"""What `surefoot ckpt` does: list, show, verify, compare, export, import."""

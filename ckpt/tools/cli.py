@@ -1,0 +1,381 @@
+"""The commands of ``surefoot ckpt``. They parse words, call one thing and print what it returns.
+
+Results go to stdout (``--json``: the very value that is drawn otherwise), progress bars to stderr where that is a terminal.
+
+Exit codes: 0 done, sound, or equal; 1 what was asked about is not as it should be (`verify`: damaged; `diff`: different; a
+damaged manifest, record or source); 2 the command line, the step or the root is wrong; 5 the object store cannot be reached
+or denies access; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+import typer
+
+from surefoot.ckpt.errors import CkptUserError
+from surefoot.ckpt.store import ObjectStore, open_store
+from surefoot.ckpt.tools import tables
+from surefoot.exitcodes import ExitCode
+
+DEADLINE_S = 15.0
+
+app = typer.Typer(
+    name="surefoot ckpt",
+    help="Checkpoints of a root.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Root = Annotated[
+    str,
+    typer.Argument(metavar="URL", help="file:///path, a path, or s3://bucket/prefix.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+StepWord = Annotated[
+    int | None,
+    typer.Argument(metavar="[STEP]", min=0, help="Default: the newest on the lineage.", show_default=False),
+]
+StepOption = Annotated[
+    int | None, typer.Option("--step", min=0, help="The step, as an option.", show_default=False)
+]
+Generation = Annotated[
+    int | None,
+    typer.Option(min=1, help="Look among this generation's own, also off the lineage.", show_default=False),
+]
+
+
+# ---------------------------------------------------------------- looking
+
+
+@app.command("ls")
+def ls_command(url: Root, json: Json = False) -> None:
+    """List the checkpoints, those off the lineage as well."""
+    from surefoot.ckpt.record import list_records
+    from surefoot.ckpt.tools.inspect import list_checkpoints
+
+    store = _open(url)
+    rows = list_checkpoints(store)
+    if json:
+        _print_json(rows)
+    elif rows:
+        tables.print_rows(rows)
+    else:
+        begun = bool(list_records(store))
+        tables.say(
+            "no checkpoints yet" if begun else f"no checkpoints: no job has ever begun under {store.root}"
+        )
+
+
+@app.command("show")
+def show_command(
+    url: Root,
+    step: StepWord = None,
+    step_option: StepOption = None,
+    generation: Generation = None,
+    tensor: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Statistics of this tensor.", show_default=False)
+    ] = None,
+    reshard: Annotated[
+        int | None,
+        typer.Option(metavar="W", min=1, help="What each of W ranks would read (FSDP).", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show one checkpoint: tensors, values, cursor; or one of its tensors; or what a load by other ranks would read."""
+    from surefoot.ckpt.tools.inspect import show
+
+    store, step = _open(url), _step(step, step_option)
+    if tensor is not None and reshard is not None:
+        raise CkptUserError("--tensor and --reshard are two questions: ask one at a time")
+    if tensor is not None:
+        _show_tensor(store, step, generation, tensor, json=json)
+    elif reshard is not None:
+        _show_reshard(store, step, generation, reshard, json=json)
+    else:
+        _answer(show(store, step, generation), tables.print_shown, json=json)
+
+
+def _show_tensor(
+    store: ObjectStore, step: int | None, generation: int | None, name: str, *, json: bool
+) -> None:
+    from surefoot.ckpt.tools.boxreader import BoxReader
+    from surefoot.ckpt.tools.inspect import find
+    from surefoot.ckpt.tools.tensorstats import tensor_stats
+
+    manifest, _ = find(store, step, generation)
+    with tables.progress_bar("reading") as progress:
+        stats = tensor_stats(BoxReader(store, manifest), name, progress)
+    _answer(stats, tables.print_stats, json=json)
+
+
+def _show_reshard(
+    store: ObjectStore, step: int | None, generation: int | None, ranks: int, *, json: bool
+) -> None:
+    from surefoot.ckpt.planning.resharding import plan_reshard
+    from surefoot.ckpt.tools.inspect import find
+
+    manifest, _ = find(store, step, generation)
+    _answer(plan_reshard(manifest, ranks), tables.print_reshard, json=json)
+
+
+@app.command("verify")
+def verify_command(
+    url: Root,
+    step: StepWord = None,
+    step_option: StepOption = None,
+    generation: Generation = None,
+    json: Json = False,
+) -> None:
+    """Read one checkpoint whole and compare every byte with its checksum. Exit code 1 if it is not sound."""
+    from surefoot.ckpt.tools.verifying import verify_step
+
+    with tables.progress_bar("verifying") as progress:
+        report = verify_step(_open(url), _step(step, step_option), generation, progress=progress)
+    if json:
+        _print_json({**msgspec.to_builtins(report), "ok": report.ok})
+    else:
+        tables.print_report(report)
+    if not report.ok:
+        raise typer.Exit(ExitCode.UNEXPECTED)
+
+
+@app.command("diff")
+def diff_command(
+    url: Root,
+    step_a: Annotated[int, typer.Argument(metavar="STEP_A", min=0, show_default=False)],
+    step_b: Annotated[int, typer.Argument(metavar="STEP_B", min=0, show_default=False)],
+    other: Annotated[
+        str | None, typer.Option("--with", metavar="URL", help="STEP_B is of this root.", show_default=False)
+    ] = None,
+    generation_a: Annotated[int | None, typer.Option(min=1, show_default=False)] = None,
+    generation_b: Annotated[int | None, typer.Option(min=1, show_default=False)] = None,
+    json: Json = False,
+) -> None:
+    """Compare two checkpoints: names, shapes, every bit of every tensor, values, cursor. Exit code 1 if they differ."""
+    from surefoot.ckpt.tools.boxreader import BoxReader
+    from surefoot.ckpt.tools.comparing import compare
+    from surefoot.ckpt.tools.inspect import find
+
+    store_a = _open(url)
+    store_b = store_a if other is None else _open(other)
+    a = BoxReader(store_a, find(store_a, step_a, generation_a)[0])
+    b = BoxReader(store_b, find(store_b, step_b, generation_b)[0])
+    with tables.progress_bar("comparing") as progress:
+        diff = compare(a, b, progress)
+    if json:
+        _print_json({**msgspec.to_builtins(diff), "same": diff.same, "same_tensors": diff.same_tensors})
+    else:
+        tables.print_diff(diff)
+    if not diff.same:
+        raise typer.Exit(ExitCode.UNEXPECTED)
+
+
+# ---------------------------------------------------------------- in and out
+
+
+@app.command("export")
+def export_command(
+    url: Root,
+    dest: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write.", show_default=False)],
+    step: StepOption = None,
+    to: Annotated[str, typer.Option("--to", metavar="safetensors|dcp", help="The format.")] = "safetensors",
+    prefix: Annotated[str, typer.Option(help="Only names that begin with it, without it.")] = "model.",
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX=NEW",
+            help="Change names, e.g. '^blocks[.]=layers.'; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Change floating-point tensors to this type.", show_default=False)
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
+    json: Json = False,
+) -> None:
+    """Write a step's weights as safetensors with a Hugging Face index, or all of it as a torch DCP folder."""
+    from surefoot.ckpt.tools import exporting
+
+    if to not in ("safetensors", "dcp"):
+        raise CkptUserError(f"--to {to}: there are safetensors and dcp")
+    if to == "dcp":
+        from surefoot.ckpt.tools.dcp import export_dcp
+
+        with tables.progress_bar("exporting") as progress:
+            m = export_dcp(url, step, dest, progress=progress)
+        done = {"step": m.step, "generation": m.generation, "tensors": len(m.tensors), "nbytes": m.nbytes}
+        words = f"step {m.step} of generation {m.generation} is a DCP folder in {dest}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
+        _answer(done, lambda _: tables.say(words), json=json)
+        return
+    with tables.progress_bar("exporting") as progress:
+        plan = exporting.export(
+            url,
+            step,
+            dest,
+            prefix=prefix,
+            rename=[_rule(r) for r in rename or ()],
+            dtype=dtype,
+            shard_nbytes=_size(max_shard_size),
+            progress=progress,
+        )
+    _answer(plan, lambda plan: tables.print_export(plan, dest), json=json)
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A safetensors file, a folder of them (Hugging Face), or a torch DCP folder.",
+            show_default=False,
+        ),
+    ],
+    url: Root,
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="As which step. Default: the source's, or 0.", show_default=False),
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="Put before safetensors names.")] = "model.",
+    json: Json = False,
+) -> None:
+    """Commit weights or a whole state from elsewhere as a checkpoint. Pickles are not run: see docs/checkpoint.md."""
+    from surefoot.ckpt.tools import importing
+
+    if importing.detect(source) == "dcp":
+        from surefoot.ckpt.tools.dcp import open_dcp
+
+        print(
+            f"surefoot ckpt: {source} is a DCP folder, whose metadata is a pickle: read with an unpickler that admits DCP's own "
+            f"classes only",
+            file=sys.stderr,
+        )
+        foreign = open_dcp(source)
+    else:
+        foreign = importing.open_safetensors(source, prefix=prefix)
+    store = open_store(url)
+    with tables.progress_bar("importing") as progress:
+        m = importing.write_foreign(store, foreign, step=step, progress=progress)
+    done = {"step": m.step, "generation": m.generation, "tensors": len(m.tensors), "nbytes": m.nbytes}
+    words = f"step {m.step} of generation {m.generation} in {store.root}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
+    _answer(done, lambda _: tables.say(words), json=json)
+
+
+# ---------------------------------------------------------------- tidying
+
+
+@app.command("keep")
+def keep_command(
+    url: Root,
+    step: Annotated[int, typer.Argument(min=0, show_default=False)],
+    undo: Annotated[bool, typer.Option("--undo", help="Leave it to the rules again.")] = False,
+    generation: Generation = None,
+) -> None:
+    """Exempt a step from retention and gc."""
+    from surefoot.ckpt.format.flags import lower_flag, raise_flag
+    from surefoot.ckpt.tools.inspect import find_ref
+
+    store = _open(url)
+    ref, _ = find_ref(store, step, generation)
+    if undo:
+        lower_flag(store, ref, "kept")
+    else:
+        raise_flag(store, ref, "kept", "ckpt keep")
+    tables.say(f"step {step} of generation {ref.generation} is {'left to the rules' if undo else 'kept'}")
+
+
+@app.command("gc")
+def gc_command(
+    url: Root,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it nothing is.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Delete old checkpoints too, but the newest N.", metavar="N", show_default=False
+        ),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --keep: and every K steps.", metavar="K", show_default=False),
+    ] = None,
+    keep_hours: Annotated[
+        float | None,
+        typer.Option(help="With --keep: and one every T hours.", metavar="T", show_default=False),
+    ] = None,
+    off_lineage: Annotated[
+        bool, typer.Option("--off-lineage", help="Delete checkpoints that do not count, too.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Say what could be deleted: attempts that came to nothing, leftovers of generations that are over, unfinished uploads."""
+    from surefoot.ckpt.keeping.cleaning import carry_out, plan_gc
+    from surefoot.ckpt.keeping.retention import Retention
+
+    if keep is None and (keep_every is not None or keep_hours is not None):
+        raise CkptUserError(
+            "--keep-every and --keep-hours say what to keep besides the newest N: give --keep N too"
+        )
+    rules = None if keep is None else Retention(newest=keep, every_steps=keep_every, every_hours=keep_hours)
+    store = _open(url)
+    plan = plan_gc(store, rules, off_lineage=off_lineage)
+    if yes:
+        with tables.progress_bar("deleting", sizes=False) as progress:
+            carry_out(store, plan, progress)
+    if json:
+        _print_json({**msgspec.to_builtins(plan), "nbytes": plan.nbytes, "deleted": yes})
+    else:
+        tables.print_gc(plan, done=yes)
+
+
+# ---------------------------------------------------------------- words
+
+
+def _open(url: str) -> ObjectStore:
+    """Raises CkptUserError for a folder that is not there: nobody looks at a root that he is yet to make."""
+    store = open_store(url, deadline_s=DEADLINE_S)
+    if store.root.startswith("file://") and not os.path.exists(unquote(urlsplit(store.root).path)):
+        raise CkptUserError(f"{store.root}: there is no such folder; is the address right?")
+    return store
+
+
+def _step(word: int | None, option: int | None) -> int | None:
+    if word is not None and option is not None and word != option:
+        raise CkptUserError(f"which step, {word} or {option}? Give one")
+    return option if word is None else word
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, new = text.partition("=")
+    if not equals or not pattern:
+        raise CkptUserError(f"--rename {text!r} must be REGEX=NEW")
+    return pattern, new
+
+
+def _size(text: str) -> int:
+    """``5GB``: powers of 1000; ``5GiB``: of 1024."""
+    import re
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise CkptUserError(f"{text!r} must be a size such as 5GB or 512MiB")
+    unit = (match[2] or "").lower()
+    power = " kmgt".index(unit[0]) if unit else 0
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+
+
+def _answer(value: Any, draw: Any, *, json: bool) -> None:
+    if json:
+        _print_json(value)
+    else:
+        draw(value)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")

@@ -1,0 +1,284 @@
+"""Import: tensors from elsewhere become a committed checkpoint. Torch-free.
+
+A `Foreign` says what there is and hands out the bytes box by box, in the order in which they are written; so whatever the
+size, memory is one box. It becomes one data object, one part and one manifest, under a generation of its own that continues
+from the newest step of the root, exactly as a save does.
+
+Safetensors files (a file, or a folder with or without a Hugging Face index) are read here, torch DCP folders in ckpt/tools/dcp.py.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from surefoot.ckpt.boxes import Box, whole
+from surefoot.ckpt.errors import CkptUserError, CommitError, DamagedError, FencedError
+from surefoot.ckpt.format.stformat import StTensor, decode_header, header_nbytes
+from surefoot.ckpt.manifest import (
+    BLOCK_NBYTES,
+    DataObject,
+    Manifest,
+    PartRecord,
+    Piece,
+    RankPart,
+    TensorMeta,
+    encode,
+    object_key,
+    part_key,
+)
+from surefoot.ckpt.objects.stream import create_or_recognise
+from surefoot.ckpt.planning.plan import nbytes_of, place
+from surefoot.ckpt.progress import Progress, stepwise
+from surefoot.ckpt.record import StartRef, lineage, list_manifests, read_records
+from surefoot.ckpt.saving.commit import Committed, Fenced, GivenUp, Lost, commit
+from surefoot.ckpt.saving.generation import open_generation
+from surefoot.ckpt.saving.upload import safetensors_header
+from surefoot.ckpt.store import ObjectStore
+from surefoot.ckpt.tools.exporting import INDEX, local_folder
+
+PUT_NBYTES = 4 * 2**20
+DEADLINE_S = 24 * 3600.0
+"""For the whole upload. Nobody else waits for it, and Ctrl-C ends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What is to be imported. `pieces` make up every tensor; `read(name, box)` gives the bytes of one, row-major. `values` are
+    encoded as ckpt/format/values.py does."""
+
+    label: str
+    tensors: Mapping[str, TensorMeta]
+    pieces: Sequence[tuple[str, Box]]
+    read: Callable[[str, Box], memoryview | bytes]
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cursor: dict[str, Any] | None = None
+    step: int | None = None
+    """The step it says it is."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes_of(self.tensors[name], box) for name, box in self.pieces)
+
+
+# ---------------------------------------------------------------- to the object store
+
+
+def write_foreign(
+    store: ObjectStore, foreign: Foreign, *, step: int | None = None, progress: Progress | None = None
+) -> Manifest:
+    """Commit it as `step` (None: the one it names; 0 in an empty root).
+
+    Raises: CkptUserError (the root is as far as that already, or no step is known), DamagedError (the source), CommitError,
+        FencedError, StaleStartError, ObjectStore…Error.
+    """
+    seen = frozenset(list_manifests(store))
+    line = lineage(read_records(store), seen)
+    step = _step_for(store, foreign, step, line[-1].step if line else None)
+    start = StartRef(generation=line[-1].generation, step=line[-1].step) if line else StartRef()
+    created_by = f"import:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+    generation = open_generation(store, start, seen=seen, created_by=created_by)
+    attempt = secrets.token_hex(8)
+    data = _upload(store, foreign, generation, step, attempt, progress) if foreign.pieces else None
+    rank = RankPart(
+        rank=0,
+        world_size=1,
+        tensors=dict(foreign.tensors),
+        aliases=dict(foreign.aliases),
+        values=dict(foreign.values),
+        cursor=foreign.cursor,
+        data=data,
+    )
+    part = PartRecord(generation=generation, step=step, attempt=attempt, writer=0, ranks=(rank,))
+    create_or_recognise(store, part_key(generation, step, attempt, 0), encode(part))
+    facts = {"host": socket.gethostname(), "pid": os.getpid(), "imported_from": foreign.label}
+    outcome = commit(
+        store, generation=generation, step=step, attempt=attempt, writers=1, deadline_s=60.0, facts=facts
+    )
+    match outcome:
+        case Committed(manifest=manifest):
+            return manifest
+        case Fenced(by=by):
+            raise FencedError(generation=generation, step=step, by=by)
+        case Lost(winner_attempt=winner):
+            raise CommitError(f"step {step} of generation {generation} was committed by attempt {winner}")
+        case GivenUp(reason=reason):
+            raise CommitError(reason)
+
+
+def _step_for(store: ObjectStore, foreign: Foreign, step: int | None, newest: int | None) -> int:
+    step = foreign.step if step is None else step
+    if step is None:
+        if newest is not None:
+            raise CkptUserError(
+                f"{store.root} holds step {newest}: say as which step to import {foreign.label} (--step, above {newest})"
+            )
+        return 0
+    if newest is not None and step <= newest:
+        raise CkptUserError(
+            f"{store.root} is at step {newest} already: import {foreign.label} as a step above it, or into another root"
+        )
+    return step
+
+
+def _upload(
+    store: ObjectStore,
+    foreign: Foreign,
+    generation: int,
+    step: int,
+    attempt: str,
+    progress: Progress | None,
+) -> DataObject:
+    """One data object, streamed."""
+    placed, nbytes = place(foreign.tensors, foreign.pieces)
+    pieces = tuple(Piece(name=p.name, offset=p.box.offset, extent=p.box.extent, at=p.at) for p in placed)
+    about = {"format": "surefoot", "generation": str(generation), "step": str(step), "rank": "0"}
+    header = safetensors_header(pieces, dict(foreign.tensors), {**about, "world_size": "1"})
+    key = object_key(generation, step, attempt, 0)
+    sums = _BlockSums()
+    upload = store.upload(key, len(header) + nbytes, deadline_s=DEADLINE_S)
+    try:
+        upload.put(memoryview(header))
+        tell = stepwise(progress, nbytes)
+        for name, box in ((p.name, p.box) for p in placed):
+            data = memoryview(foreign.read(name, box)).cast("B")
+            if len(data) != nbytes_of(foreign.tensors[name], box):
+                raise DamagedError(f"{foreign.label}: {name} {box} has {len(data)} bytes", key=name)
+            for a in range(0, len(data), PUT_NBYTES):
+                chunk = data[a : a + PUT_NBYTES]
+                sums.update(chunk)
+                upload.put(chunk)
+                tell(len(chunk))
+            upload.drain()
+        upload.finish()
+    except BaseException:
+        upload.abort()
+        raise
+    return DataObject(
+        key=key,
+        size=len(header) + nbytes,
+        data_start=len(header),
+        data_nbytes=nbytes,
+        block_nbytes=BLOCK_NBYTES,
+        checksums=sums.end(),
+        header_checksum=xxhash.xxh3_64_hexdigest(header),
+        pieces=pieces,
+    )
+
+
+class _BlockSums:
+    """xxh3-64 of each block of a stream."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._digest = xxhash.xxh3_64()
+        self._left = BLOCK_NBYTES
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            part = data[: self._left]
+            self._digest.update(part)
+            self._left -= len(part)
+            data = data[len(part) :]
+            if not self._left:
+                self._next()
+
+    def _next(self) -> None:
+        self._done.append(self._digest.hexdigest())
+        self._digest.reset()
+        self._left = BLOCK_NBYTES
+
+    def end(self) -> tuple[str, ...]:
+        if self._left < BLOCK_NBYTES:
+            self._next()
+        return tuple(self._done)
+
+
+# ---------------------------------------------------------------- safetensors
+
+
+def open_safetensors(source: str | os.PathLike[str], *, prefix: str = "model.") -> Foreign:
+    """A safetensors file, or a folder of them; `prefix` is put before each name.
+
+    Raises: CkptUserError (no such files; two with one name), DamagedError (a file is none, or is cut off).
+    """
+    folder = local_folder(source)
+    files = _files_of(folder)
+    found: dict[str, tuple[memoryview, StTensor]] = {}
+    ties: dict[str, str] = {}
+    for path in files:
+        data, tensors, about = _open_file(path)
+        ties |= about
+        for t in tensors:
+            if t.name in found:
+                raise CkptUserError(f"{folder}: {t.name} stands in two files, the second is {path.name}")
+            found[t.name] = data[t.begin : t.end], t
+
+    metas = {prefix + n: TensorMeta(dtype=t.dtype, shape=t.shape) for n, (_, t) in found.items()}
+    return Foreign(
+        label=str(folder),
+        tensors=metas,
+        pieces=[(n, whole(m.shape)) for n, m in metas.items() if 0 not in m.shape],
+        read=lambda name, box: found[name.removeprefix(prefix)][0],
+        aliases={prefix + a: prefix + b for a, b in ties.items() if b in found and a not in found},
+    )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    if not folder.is_dir():
+        raise CkptUserError(f"{folder}: there is no such file or folder")
+    if (index := folder / INDEX).is_file():
+        return [folder / name for name in _indexed(index)]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        raise CkptUserError(
+            f"{folder} holds {pickled[0]}, a pickle: it is not opened, since loading it can run anything; have it converted to "
+            f"safetensors by somebody who trusts it"
+        )
+    raise CkptUserError(f"{folder} holds no *.safetensors")
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names. Raises DamagedError."""
+    try:
+        weights = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weights.values()))
+        if not all(
+            isinstance(n, str) and n == os.path.basename(n) and n not in ("", ".", "..") for n in names
+        ):
+            raise ValueError(f"its files must lie beside it, and it names {names[:3]}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise DamagedError(f"{index} is no index: {e}", key=index.name) from e
+    if missing := [n for n in names if not (index.parent / n).is_file()]:
+        raise DamagedError(f"{index} names {missing[0]}, which is not there", key=missing[0])
+    return names
+
+
+def _open_file(path: Path) -> tuple[memoryview, list[StTensor], dict[str, str]]:
+    """The data section (mapped: nothing is read yet), its tensors, and the metadata."""
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        length = header_nbytes(f.read(8), size, key=str(path))
+        tensors, about = decode_header(f.read(length), size - 8 - length, key=str(path))
+        mapped = memoryview(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ))
+    return mapped[8 + length :], tensors, about
+
+
+def detect(source: str | os.PathLike[str]) -> str:
+    """``dcp`` or ``safetensors``, by what lies there. Raises CkptUserError for a URL that is no local folder."""
+    folder = local_folder(source)
+    return "dcp" if (folder / ".metadata").is_file() else "safetensors"

@@ -1,0 +1,216 @@
+"""What a root holds, told from the object store alone: list and show. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from surefoot.ckpt.errors import CkptError, CkptUserError, StepMissingError
+from surefoot.ckpt.format.flags import flags_among
+from surefoot.ckpt.loading.restore import read_manifest
+from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs
+from surefoot.ckpt.planning.plan import ITEMSIZES
+from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
+from surefoot.ckpt.store import ObjectStore, Root, open_store
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One manifest, as `ckpt ls` lists it. `problem` stands instead of the rest where it cannot be read."""
+
+    step: int
+    generation: int
+    counts: bool
+    """It is on the lineage."""
+    newest: bool = False
+    """A load without a step takes it (unless it was set aside)."""
+    flags: tuple[str, ...] = ()
+    """``verified``: every byte was compared; ``kept``: exempt from retention; ``aside``: found damaged, passed over."""
+    age_s: float | None = None
+    """Since the commit; None where the manifest does not say."""
+    attempt: str = ""
+    world_size: int = 0
+    tensors: int = 0
+    objects: int = 0
+    nbytes: int = 0
+    reason: str = ""
+    """Why its generation exists."""
+    facts: dict[str, Any] = {}
+    problem: str = ""
+
+
+class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor, as `ckpt show` lists it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    pieces: int
+    tied_to: str = ""
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint in detail."""
+
+    step: int
+    generation: int
+    counts: bool
+    attempt: str
+    world_size: int
+    nbytes: int
+    tensors: tuple[TensorRow, ...]
+    values: dict[str, Any]
+    cursor: dict[str, Any] | None
+    facts: dict[str, Any]
+    objects: tuple[str, ...]
+    record: Record | None
+
+
+def list_checkpoints(store: ObjectStore) -> list[CheckpointRow]:
+    """Every manifest, on the lineage or not, ascending by step.
+
+    Raises: LineageError, FormatError or DamagedError (of a record), ObjectStore…Error.
+    """
+    records = read_records(store)
+    keys = [o.key for o in store.list("gen-")]
+    refs, flags = manifest_refs(keys), flags_among(keys)
+    line = lineage(records, refs)
+    now = time.time()
+    rows: list[CheckpointRow] = []
+    for ref in refs:
+        row = _row(store, ref, records, now)
+        mine = flags.get((ref.generation, ref.step), frozenset())
+        newest = bool(line) and ref == line[-1]
+        rows.append(
+            msgspec.structs.replace(row, counts=ref in line, newest=newest, flags=tuple(sorted(mine)))
+        )
+    return rows
+
+
+def _row(store: ObjectStore, ref: ManifestRef, records: Mapping[int, Record], now: float) -> CheckpointRow:
+    reason = records[ref.generation].reason if ref.generation in records else "no record"
+    row = CheckpointRow(step=ref.step, generation=ref.generation, counts=False, reason=reason)
+    try:
+        m = read_manifest(store, ref.generation, ref.step)
+    except CkptError as e:
+        return msgspec.structs.replace(row, problem=str(e))
+    at = m.facts.get("committed_at")
+    return msgspec.structs.replace(
+        row,
+        attempt=m.attempt,
+        world_size=m.world_size,
+        tensors=len(m.tensors),
+        objects=len(m.objects),
+        nbytes=m.nbytes,
+        age_s=max(0.0, now - at) if isinstance(at, int | float) else None,
+        facts=m.facts,
+    )
+
+
+def steps(root: Root) -> list[int]:
+    """The steps that can be loaded, ascending. Raises as `list_checkpoints`."""
+    store = open_store(root)
+    return sorted({m.step for m in lineage(read_records(store), list_manifests(store))})
+
+
+def find(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[Manifest, bool]:
+    """The manifest of `step` (None: the newest) and whether it counts. `generation` finds those off the lineage as well.
+
+    Raises: StepMissingError, and as `read_manifest`.
+    """
+    ref, counts = find_ref(store, step, generation)
+    return read_manifest(store, ref.generation, ref.step), counts
+
+
+def find_ref(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[ManifestRef, bool]:
+    """As `find`, without reading the manifest."""
+    records = read_records(store)
+    refs = list_manifests(store)
+    if generation is None:
+        found = [m for m in lineage(records, refs) if step is None or m.step == step]
+    else:
+        found = [m for m in refs if m.generation == generation and step in (None, m.step)]
+    if not found:
+        raise StepMissingError(_nothing_there(store, records, refs, step, generation))
+    ref = found[-1]
+    return ref, on_lineage(records, max(records, default=0), ref.generation, ref.step)
+
+
+def _nothing_there(
+    store: ObjectStore,
+    records: Mapping[int, Record],
+    refs: list[ManifestRef],
+    step: int | None,
+    generation: int | None,
+) -> str:
+    if not records and not refs:
+        return f"{store.root} is no root of checkpoints: no job has ever begun there; is the address right?"
+    what = "no checkpoint" if step is None else f"no step {step}"
+    where = "on the lineage" if generation is None else f"of generation {generation}"
+    off = [m for m in refs if m.step == step]
+    if generation is None and off:
+        hint = f"generation {off[-1].generation} has it off the lineage (--generation {off[-1].generation})"
+    else:
+        held = ", ".join(str(m.step) for m in refs[-8:]) or "none"
+        hint = f"the newest there are: {held} (`surefoot ckpt ls`)"
+    return f"{store.root} has {what} {where}; {hint}"
+
+
+def show(store: ObjectStore, step: int | None, generation: int | None = None) -> Shown:
+    """One checkpoint in detail. Raises as `find`."""
+    m, counts = find(store, step, generation)
+    return Shown(
+        step=m.step,
+        generation=m.generation,
+        counts=counts,
+        attempt=m.attempt,
+        world_size=m.world_size,
+        nbytes=m.nbytes,
+        tensors=tuple(tensor_rows(m)),
+        values=m.values,
+        cursor=m.cursor,
+        facts=m.facts,
+        objects=tuple(o.key for o in m.objects),
+        record=read_records(store).get(m.generation),
+    )
+
+
+def tensor_rows(m: Manifest) -> list[TensorRow]:
+    """Every tensor under each of its names, by name. PURE."""
+    pieces: dict[str, int] = {}
+    for o in m.objects:
+        for p in o.pieces:
+            pieces[p.name] = pieces.get(p.name, 0) + 1
+    rows: list[TensorRow] = []
+    for name, target in sorted(({name: name for name in m.tensors} | m.aliases).items()):
+        if (meta := m.tensors.get(target)) is None:
+            continue
+        nbytes = ITEMSIZES.get(meta.dtype, 0)
+        for n in meta.shape:
+            nbytes *= n
+        rows.append(
+            TensorRow(
+                name=name,
+                dtype=meta.dtype,
+                shape=meta.shape,
+                nbytes=nbytes,
+                pieces=pieces.get(target, 0),
+                tied_to=target if target != name else "",
+            )
+        )
+    return rows
+
+
+def stored_name(m: Manifest, name: str) -> str:
+    """The name under which a tensor is stored. Raises CkptUserError naming those that are like it."""
+    target = m.aliases.get(name, name)
+    if target in m.tensors:
+        return target
+    import difflib
+
+    near = difflib.get_close_matches(name, [*m.tensors, *m.aliases], n=4, cutoff=0.4)
+    near += [n for n in m.tensors if name in n and n not in near][:4]
+    raise CkptUserError(f"step {m.step} has no tensor {name!r}; similar names: {', '.join(near) or 'none'}")

@@ -1,0 +1,237 @@
+"""How the answers of `surefoot ckpt` look: tables and sentences. Holds no logic; rich is used here and by the progress bars."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what a command needs is imported when it runs
+    from surefoot.ckpt.keeping.cleaning import GcPlan
+    from surefoot.ckpt.planning.resharding import ReshardPlan
+    from surefoot.ckpt.progress import Progress
+    from surefoot.ckpt.tools.comparing import CheckpointDiff, TensorDiff
+    from surefoot.ckpt.tools.exporting import ExportPlan
+    from surefoot.ckpt.tools.inspect import CheckpointRow, Shown
+    from surefoot.ckpt.tools.tensorstats import TensorStats
+    from surefoot.ckpt.tools.verifying import Report
+
+SHOWN_MAX = 20
+"""Lines of a list of differences; JSON has all."""
+BAR_WIDTH = 40
+
+
+def say(what: Any) -> None:
+    """A text or a table, to stdout."""
+    from rich.console import Console
+
+    # Without a terminal nothing may be cut off or wrapped: the reader is a program.
+    console = Console() if sys.stdout.isatty() else Console(width=400, no_color=True)
+    if isinstance(what, str):
+        console.print(what, markup=False, highlight=False)
+    else:
+        console.print(what)
+
+
+@contextmanager
+def progress_bar(what: str, *, sizes: bool = True) -> Iterator[Progress | None]:
+    """A bar on stderr where that is a terminal; otherwise nothing. `sizes`: what is counted are bytes."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bars
+
+    counted = (DownloadColumn(), TransferSpeedColumn()) if sizes else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(what, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def human(nbytes: float) -> str:
+    """``9.4 MB``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def ago(seconds: float | None) -> str:
+    """``2 h``; empty where it is not known."""
+    if seconds is None:
+        return ""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def print_rows(rows: Sequence[CheckpointRow]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for head in (
+        "step",
+        "generation",
+        "",
+        "age",
+        "size",
+        "tensors",
+        "ranks",
+        "attempt",
+        "generation exists for",
+    ):
+        table.add_column(
+            head, justify="right" if head in ("step", "age", "size", "tensors", "ranks") else "left"
+        )
+    for r in rows:
+        where = "newest" if r.newest else "" if r.counts else "off the lineage"
+        mark = ", ".join(w for w in (where, *(_FLAG_WORDS[f] for f in r.flags)) if w)
+        if r.problem:
+            mark = f"{mark} unreadable".strip()
+            table.add_row(str(r.step), str(r.generation), mark, "", "", "", "", "", r.problem)
+            continue
+        size, tensors, ranks = human(r.nbytes), str(r.tensors), str(r.world_size)
+        about = (ago(r.age_s), size, tensors, ranks, r.attempt, r.reason)
+        table.add_row(str(r.step), str(r.generation), mark, *about)
+    say(table)
+    if rows and (why := rows[-1].facts.get("interval")):
+        say(f"saving: {why}")
+
+
+_FLAG_WORDS = {"verified": "verified", "kept": "kept", "aside": "set aside: damaged"}
+
+
+def print_shown(shown: Shown) -> None:
+    from rich.table import Table
+
+    state = "counts" if shown.counts else "is off the lineage"
+    say(
+        f"step {shown.step} of generation {shown.generation} {state}; attempt {shown.attempt}, {shown.world_size} ranks"
+    )
+    say(f"{human(shown.nbytes)} in {len(shown.objects)} objects; facts: {shown.facts}")
+    table = Table("tensor", "type", "shape", "size", "pieces", "tied to", box=None)
+    for t in shown.tensors:
+        table.add_row(t.name, t.dtype, str(list(t.shape)), human(t.nbytes), str(t.pieces), t.tied_to)
+    say(table)
+    say(f"values: {', '.join(shown.values) or 'none'}")
+    say(f"cursor: {shown.cursor}")
+
+
+def print_reshard(plan: ReshardPlan) -> None:
+    from rich.table import Table
+
+    say(
+        f"step {plan.step} of generation {plan.generation}, saved by {plan.saved_by} ranks, read by {plan.world_size} "
+        f"(each tensor cut along its first dimension, as FSDP does); {human(plan.unique_nbytes)} in all"
+    )
+    table = Table("rank", "holds", "reads", "from objects", box=None)
+    for r in plan.ranks:
+        table.add_row(str(r.rank), human(r.held_nbytes), human(r.read_nbytes), str(r.objects))
+    say(table)
+
+
+def print_stats(s: TensorStats) -> None:
+    tied = f", stored as {s.stored_as}" if s.stored_as != s.name else ""
+    say(
+        f"{s.name}: {s.dtype}{list(s.shape)}, {human(s.nbytes)}, step {s.step} of generation {s.generation}{tied}"
+    )
+    say(f"elements {s.numel}, zero {s.zeros}, NaN {s.nan}, infinite {s.inf}")
+    if s.min is not None and s.max is not None:
+        say(f"min {s.min:.6g}  max {s.max:.6g}  mean {s.mean:.6g}  std {s.std:.6g}")
+    if s.histogram and s.min is not None and s.max is not None:
+        top, width = max(s.histogram), (s.max - s.min) / len(s.histogram)
+        for i, n in enumerate(s.histogram):
+            bar = "█" * round(BAR_WIDTH * n / top) or ("▏" if n else "")
+            say(f"  {s.min + i * width:>12.4g} {bar} {n}")
+    for p in s.pieces:
+        say(f"  {p.box or '[]'} at byte {p.at} of {p.key}, {human(p.nbytes)}")
+
+
+def print_report(report: Report) -> None:
+    verdict = "sound" if report.ok else "NOT SOUND"
+    say(
+        f"step {report.step} of generation {report.generation} in {report.root}: {verdict}; "
+        f"{human(report.nbytes)} in {report.objects} objects compared with their checksums"
+    )
+    for problem in report.problems:
+        say(f"  {problem}")
+
+
+def print_diff(d: CheckpointDiff) -> None:
+    say(f"from {d.a} to {d.b}")
+    _listed("only in the first", d.only_a)
+    _listed("only in the second", d.only_b)
+    _listed("another shape or type", [f"{c.name}: {c.a} -> {c.b}" for c in d.changed])
+    _listed("other bits", [_differs(t) for t in d.differ])
+    _listed("tied otherwise", d.ties_changed)
+    _listed("other values", d.values)
+    if not d.cursor_equal:
+        say("the loader's cursor differs")
+    alike = (
+        "all tensors are equal bit for bit" if d.same_tensors else f"{d.equal} tensors are equal bit for bit"
+    )
+    say(f"{alike}{', and so is everything else' if d.same else ''}")
+
+
+def _differs(t: TensorDiff) -> str:
+    gap = f"largest difference {t.max_abs:.6g}" if t.max_abs is not None else "no finite difference"
+    odd = f", {t.not_finite} not finite" if t.not_finite else ""
+    return f"{t.name}: {t.differ} of {t.numel} elements, {gap}{odd}"
+
+
+def _listed(what: str, names: Sequence[str]) -> None:
+    for line in names[:SHOWN_MAX]:
+        say(f"  {what}: {line}")
+    if (more := len(names) - SHOWN_MAX) > 0:
+        say(f"  {what}: and {more} more (--json lists all)")
+
+
+def print_export(plan: ExportPlan, dest: str) -> None:
+    say(
+        f"step {plan.step} of generation {plan.generation}: {human(plan.nbytes)} in {len(plan.files)} file(s) in {dest}"
+        + (f"; {plan.left_out} other tensors left out" if plan.left_out else "")
+    )
+    for tied, written in plan.ties.items():
+        say(f"  {tied} is tied to {written}, which is written")
+
+
+def print_gc(plan: GcPlan, *, done: bool) -> None:
+    verb = "deleted" if done else "would delete"
+    for c in plan.checkpoints:
+        say(f"  {verb} step {c.ref.step} of generation {c.ref.generation}, {human(c.nbytes)}: {c.why}")
+    for o in plan.orphans:
+        a = o.attempt
+        say(
+            f"  {verb} attempt {a.attempt} at step {a.step} of generation {a.generation}, {human(o.nbytes)}: {o.reason}"
+        )
+    for key in plan.stale_flags:
+        say(f"  {verb} {key}: its checkpoint is gone")
+    for text in plan.unfinished:
+        say(f"  {verb} {text}: never finished, and its generation is over")
+    for key in plan.foreign[:SHOWN_MAX]:
+        say(f"  left alone: {key} is none of ours")
+    if (more := len(plan.foreign) - SHOWN_MAX) > 0:
+        say(f"  left alone: {more} more that are none of ours")
+    if plan.waiting or plan.waiting_uploads:
+        say(
+            f"  left alone: {plan.waiting} unfinished attempts ({human(plan.waiting_nbytes)}) and {plan.waiting_uploads} uploads that were "
+            f"begun, of starts that are running or have died; they go by themselves when a later start has committed"
+        )
+    total = len(plan.checkpoints) + len(plan.orphans) + len(plan.stale_flags) + len(plan.unfinished)
+    if not total:
+        say("nothing to delete")
+    else:
+        say(f"{human(plan.nbytes)} {'freed' if done else 'to be freed; nothing was deleted: --yes does it'}")
