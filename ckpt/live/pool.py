@@ -47,10 +47,15 @@ class StagingBuffer:
         self._toucher.join()
 
     def close(self) -> None:
-        """The memory goes when nobody has a view of it any more."""
+        """The memory goes now; where somebody still has a view into it, with the last such view."""
         self._closing = True
         self._toucher.join()
         os.close(self.fd)
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            return
 
     def _touch(self) -> None:
         _madvise(self._address, self.nbytes, MADV_HUGEPAGE)  # where shared memory may have large pages

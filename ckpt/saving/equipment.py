@@ -152,5 +152,5 @@ class Equipment:
         if self._uploader is not None:
             self._uploader.close(wait_s)
             self._uploader = None
-        self._drop_buffer()
         self.live.forget()
+        self._drop_buffer()
