@@ -134,7 +134,7 @@ class TableRef(_Stored, frozen=True, kw_only=True):
 
 
 class Previous(_Stored, frozen=True, kw_only=True):
-    """The lineage's checkpoint before this one; `ledger` is None where its manifest could not be read."""
+    """The lineage's checkpoint before this one, which has a ledger; it is None where the manifest could not be read."""
 
     generation: Count
     step: Count
@@ -142,7 +142,8 @@ class Previous(_Stored, frozen=True, kw_only=True):
 
 
 class Ledger(_Stored, frozen=True, kw_only=True, omit_defaults=False):
-    """The rows that one checkpoint commits: steps after `previous` up to `step`. The chain survives retention."""
+    """The rows that one checkpoint commits: those after the checkpoint before it, up to `step`. `previous` is None where nothing
+    was recorded before: the chain begins there. It survives retention."""
 
     format: int = FORMAT
     generation: Count
@@ -167,6 +168,7 @@ class Manifest(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     extras: dict[str, dict[str, Any]] = {}
     """A rank's extra by rank (as a decimal string), where it gave one."""
     ledger: LedgerRef | None = None
+    """None where nothing was recorded up to here: nobody but the agent records."""
     table: TableRef | None = None
     """Where the objects' pieces are, in a checkpoint of very many: whoever reads the manifest gets them from there."""
     facts: dict[str, Any] = {}

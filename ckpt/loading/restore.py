@@ -128,7 +128,9 @@ def committed_rows(store: ObjectStore, *, head: int | None = None) -> list[Ledge
         return []
     rows: list[LedgerRow] = []
     newest = read_manifest(store, line[-1].generation, line[-1].step)
-    at = Previous(generation=newest.generation, step=newest.step, ledger=newest.ledger)
+    if newest.ledger is None:
+        return []  # nothing was ever recorded
+    at: Previous | None = Previous(generation=newest.generation, step=newest.step, ledger=newest.ledger)
     head = newest.generation
     while at is not None:
         if at.ledger is None:

@@ -30,9 +30,10 @@ from surefoot.ckpt.manifest import (
     ledger_key,
     manifest_key,
     part_key,
+    step_prefix,
 )
 from surefoot.ckpt.objects.stream import create_or_recognise
-from surefoot.ckpt.record import highest_record, list_manifests, read_record
+from surefoot.ckpt.record import StartRef, highest_record, list_manifests, read_record
 from surefoot.ckpt.store import (
     ObjectExistsError,
     ObjectMissingError,
@@ -194,14 +195,14 @@ def _with_table(store: ObjectStore, manifest: Manifest) -> Manifest:
 
 
 def _with_ledger(store: ObjectStore, manifest: Manifest, rows: tuple[LedgerRow, ...]) -> Manifest:
-    """Store the ledger beside the manifest to be, chained to the one before."""
-    previous = previous_checkpoint(store, manifest.generation, manifest.step)
-    ledger = Ledger(
-        generation=manifest.generation,
-        step=manifest.step,
-        previous=previous,
-        rows=tuple(r for r in rows if previous is None or r.step > previous.step),
-    )
+    """Store the ledger beside the manifest to be, chained to the one before. Where there are no rows, here or before, there is
+    no ledger: a script without a loader leaves none."""
+    before = step_before(store, manifest.generation, manifest.step)
+    previous = None if before is None else _link_to(store, before)
+    fresh = tuple(r for r in rows if before is None or r.step > before.step)
+    if not fresh and previous is None:
+        return manifest
+    ledger = Ledger(generation=manifest.generation, step=manifest.step, previous=previous, rows=fresh)
     key, data = ledger_key(manifest.generation, manifest.step, manifest.attempt), encode(ledger)
     create_or_recognise(store, key, data)
     return _replaced(manifest, LedgerRef(key=key, size=len(data), checksum=xxhash.xxh3_64_hexdigest(data)))
@@ -213,7 +214,7 @@ def _replaced(manifest: Manifest, ledger: LedgerRef) -> Manifest:
     return msgspec.structs.replace(manifest, ledger=ledger)
 
 
-def previous_checkpoint(store: ObjectStore, generation: int, step: int) -> Previous | None:
+def step_before(store: ObjectStore, generation: int, step: int) -> StartRef | None:
     """The newest checkpoint before `step` on the lineage of `generation`. Reads as few records as it can.
 
     Raises: ObjectStore…Error, LineageError's causes as DamagedError or ObjectMissingError.
@@ -225,21 +226,26 @@ def previous_checkpoint(store: ObjectStore, generation: int, step: int) -> Previ
     while generation != 0:
         older = [s for s in steps.get(generation, ()) if s <= limit]
         if older:
-            return Previous(
-                generation=generation, step=max(older), ledger=_ledger_of(store, generation, max(older))
-            )
+            return StartRef(generation=generation, step=max(older))
         start = read_record(store, generation)[0].start
         generation, limit = start.generation, min(limit, start.step)
     return None
 
 
-def _ledger_of(store: ObjectStore, generation: int, step: int) -> LedgerRef | None:
-    """A damaged predecessor must not keep this checkpoint from being committed: the chain then has a gap, and says so."""
-    key = manifest_key(generation, step)
+def _link_to(store: ObjectStore, before: StartRef) -> Previous | None:
+    """What a ledger says of the checkpoint before its own; None where that has no ledger: the chain begins here.
+
+    A damaged predecessor must not keep this checkpoint from being committed: the chain then has a gap, and says so.
+    """
+    key = manifest_key(before.generation, before.step)
     try:
-        return decode(Manifest, store.read(key), key=key).ledger
+        ledger = decode(Manifest, store.read(key), key=key).ledger
+        recorded = ledger is not None
     except (CkptError, ObjectMissingError):
-        return None
+        ledger = None
+        beside = store.list(step_prefix(before.generation, before.step))
+        recorded = any(o.key.endswith("/ledger.json") for o in beside)
+    return Previous(generation=before.generation, step=before.step, ledger=ledger) if recorded else None
 
 
 # ---------------------------------------------------------------- the manifest, and after

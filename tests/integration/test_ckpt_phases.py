@@ -30,9 +30,7 @@ ROLE = re.compile(r"rank(2|0)\b.*")
 def phases(points: list[Point]) -> list[Point]:
     """Of rank 2 what it stores, of rank 0 the commit: making the file, writing it, making it durable, its name."""
     mine = [p for p in points if p.role.startswith("rank2") and "gen-" in p.name]
-    commits = [
-        p for p in points if p.role.startswith("rank0") and p.name.endswith(("ledger.json", "manifest.json"))
-    ]
+    commits = [p for p in points if p.role.startswith("rank0") and p.name.endswith("manifest.json")]
     chosen = [p for p in (*mine, *commits) if p.what in ("open", "write", "fsync", "link") and p.nth == 1]
     return [p for p in chosen if "." in p.name]
 
@@ -46,7 +44,7 @@ def test_one_rank_fails_at_each_phase(ranks: Callable[..., list[Any]], tmp_path:
     recorded = str(tmp_path / "recorded")
     ranks(WORLD, "kill_acts:record", (tmp_path / "a").as_uri(), recorded)
     kills = [moved(p, 40 + i) for i, p in enumerate(phases(points_of(recorded)))]
-    assert len(kills) >= 12, "data, part, ledger and manifest, each with its four phases or so"
+    assert len(kills) >= 12, "data, part and manifest, each with its four phases or so"
 
     root = (tmp_path / "b").as_uri()
     heard = ranks(WORLD, "kill_acts:fail_at", root, str(tmp_path / "failed"), [asdict(k) for k in kills])

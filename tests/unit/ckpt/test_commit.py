@@ -409,8 +409,7 @@ def test_a_damaged_ledger_is_named(store: FaultyStore) -> None:
 
 def test_a_damaged_predecessor_does_not_keep_the_next_from_being_committed(store: FaultyStore) -> None:
     save(store, 2, ledger=rows(range(1, 3)))
-    store.delete(manifest_key(1, 2))
-    MemoryObjectStore.create(store, manifest_key(1, 2), b"garbage")
+    spoil_manifest(store, 2)
     assert isinstance(save(store, 4, ledger=rows(range(3, 5))), tiers.Committed)
     with pytest.raises(DamagedError, match="gap"):
         tiers.committed_rows(store)
@@ -418,6 +417,47 @@ def test_a_damaged_predecessor_does_not_keep_the_next_from_being_committed(store
 
 def test_no_checkpoint_no_rows(store: FaultyStore) -> None:
     assert tiers.committed_rows(store) == []
+
+
+def ledgers(store: MemoryObjectStore) -> list[str]:
+    return [o.key for o in store.list("gen-") if o.key.endswith("/ledger.json")]
+
+
+def spoil_manifest(store: FaultyStore, step: int) -> None:
+    store.delete(manifest_key(1, step))
+    MemoryObjectStore.create(store, manifest_key(1, step), b"garbage")
+
+
+def test_who_records_nothing_leaves_no_ledger(store: FaultyStore) -> None:
+    """A script without a loader, also where the manifest before cannot be read; what retention lets go leaves nothing."""
+    for step in (2, 4):
+        save(store, step)
+    spoil_manifest(store, 4)
+    for step in (6, 8):
+        save(store, step)
+    assert ledgers(store) == []
+    assert read_manifest(store, 1, 8).ledger is None
+    assert tiers.committed_rows(store) == []
+    assert [m.step for m in tiers.apply_retention(store, tiers.Retention(newest=2), generation=1)] == [2]
+    assert store.list("gen-0001/step-0000000002/") == []
+
+
+def test_a_chain_begins_with_the_first_rows_and_goes_on_without(store: FaultyStore) -> None:
+    """Imported weights, then the agent, then a script on the same root."""
+    save(store, 2)
+    save(store, 4, ledger=rows(range(2, 5)))
+    save(store, 6)
+    save(store, 8, ledger=rows(range(7, 9)))
+    assert len(ledgers(store)) == 3
+    assert samples(store) == [f"{s}.{r}" for s in (3, 4, 7, 8) for r in range(2)]
+
+
+def test_a_gap_is_not_hidden_by_a_step_without_rows(store: FaultyStore) -> None:
+    save(store, 2, ledger=rows(range(1, 3)))
+    spoil_manifest(store, 2)
+    save(store, 4)
+    with pytest.raises(DamagedError, match="gap"):
+        tiers.committed_rows(store)
 
 
 # ---------------------------------------------------------------- merging, pure

@@ -14,12 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import xxhash
 
 from surefoot import ckpt
 from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.keeping.cleaning import plan_gc
+from surefoot.ckpt.manifest import Ledger, LedgerRef, encode, ledger_key, manifest_key
 from surefoot.ckpt.store import ObjectStoreError, open_store
 from surefoot.ckpt.tools.boxreader import BoxReader
 from surefoot.ckpt.tools.comparing import compare
@@ -42,7 +45,14 @@ class Payload:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("saved") / "root"
     state = {"model": torch.nn.Linear(5, 3), "words": {"a": "text", "b": (1, 2)}}
-    ckpt.save(str(root), 20, state, cursor={"at": 5})
+    manifest = ckpt.save(str(root), 20, state, cursor={"at": 5})
+    # As under the agent, which records what was trained on.
+    key = ledger_key(manifest.generation, 20, manifest.attempt)
+    data = encode(Ledger(generation=manifest.generation, step=20))
+    (root / key).write_bytes(data)
+    ref = LedgerRef(key=key, size=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
+    path = root / manifest_key(manifest.generation, 20)
+    path.write_bytes(encode(msgspec.structs.replace(manifest, ledger=ref)))
     return root
 
 
