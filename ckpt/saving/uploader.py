@@ -72,7 +72,7 @@ class Uploader:
         self._failpoints = failpoints.armed_text()
 
     def serve(self) -> None:
-        """Until the rank says goodbye. Raises EOFError where it went without."""
+        """Until the rank says goodbye. Raises EOFError or ConnectionError where it went without."""
         self._line.send(ReadyMsg(os.getpid()))
         while True:
             message = self._line.read()
@@ -255,9 +255,13 @@ def watch(parent: int) -> None:
     try:
         fd = os.pidfd_open(parent)
     except (OSError, AttributeError):
-        return  # an old kernel: the socket pair alone has to tell
+        fd = (
+            -1
+        )  # it has ended before we could look; or an old kernel, where the socket pair alone has to tell
     if os.getppid() != parent:
         os._exit(0)
+    if fd < 0:
+        return
 
     def wait() -> None:
         ended = poll()
@@ -283,10 +287,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=args.fd) as sock:
         sock.set_inheritable(False)
+        uploader = Uploader(sock, open_store(args.root))
         try:
-            Uploader(sock, open_store(args.root)).serve()
-        except EOFError:
-            pass
+            uploader.serve()
+        except (EOFError, ConnectionError):
+            pass  # the rank has gone
     # Threads may hang in an upload, and nobody waits for what they would say.
     sys.stderr.flush()
     os._exit(0)
