@@ -211,7 +211,9 @@ def mutated(data: st.DataObject, plain: Any) -> Any:
     """Something real, with up to three entries replaced, removed or doubled."""
     plain = copy.deepcopy(plain)
     for _ in range(data.draw(st.integers(1, 3))):
-        *way, last = data.draw(st.sampled_from(list(places(plain))))
+        if not (left := list(places(plain))):
+            break  # everything was removed
+        *way, last = data.draw(st.sampled_from(left))
         at = plain
         for step in way:
             at = at[step]
