@@ -252,12 +252,11 @@ def tidy(store: ObjectStore, retention: Retention | None, generation: int, *, sw
 
 def watch(parent: int) -> None:
     """End this process with its parent. A worker that the rank forked may hold its end of the socket pair open."""
+    fd = -1
     try:
         fd = os.pidfd_open(parent)
     except (OSError, AttributeError):
-        fd = (
-            -1
-        )  # it has ended before we could look; or an old kernel, where the socket pair alone has to tell
+        pass  # it ended before we looked; or an old kernel, where the socket pair alone has to tell
     if os.getppid() != parent:
         os._exit(0)
     if fd < 0:

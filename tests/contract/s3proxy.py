@@ -10,7 +10,7 @@
 
 Operations are named as in the S3 API ("*": all of them): PutObject, GetObject, HeadObject, DeleteObject, CopyObject,
 ListObjectsV2, CreateMultipartUpload, UploadPart, CompleteMultipartUpload, AbortMultipartUpload, ListParts, ListMultipartUploads.
-`key` is a part of the key, `part` a part's number, `skip` how many matching requests pass first, `times` how many fail then
+`key` is a part of the key, in which `*` stands for anything; `part` is a part's number, `skip` how many matching requests pass first, `times` how many fail then
 (None: all, until ``fault.stop()``). The first fault that matches acts.
 
 What a fault does: `status` `error_in_200` `reset` `reset_answer` `stall` `delay` `drop` `damage` `garbage`, or any function of an
@@ -32,6 +32,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -86,7 +87,7 @@ class Fault:
         self.times = self.fired
 
     def takes(self, request: Request) -> bool:
-        if self.operation not in ("*", request.operation) or self.key not in request.key:
+        if self.operation not in ("*", request.operation) or not fnmatchcase(request.key, f"*{self.key}*"):
             return False
         if self.part not in (None, request.part) or (self.times is not None and self.fired >= self.times):
             return False

@@ -102,6 +102,29 @@ def hop(came_from: str, layout: str, to: str) -> int:
     return local.shape[0]
 
 
+# ---------------------------------------------------------------- more ranks than rows
+
+
+def one_row(fill: torch.Tensor) -> DTensor:
+    return distribute_tensor(fill, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+def save_one_row(root: str) -> int:
+    """Returns the rows that this rank holds of the [1, 5, 3] tensor."""
+    t = one_row(indices(1, 5, 3))
+    ckpt.save(root, STEP, {"t": t})
+    return t.to_local().shape[0]
+
+
+def load_one_row(root: str) -> int:
+    t = one_row(torch.full((1, 5, 3), -7.0))
+    loaded = ckpt.load(root, {"t": t})
+    assert loaded is not None
+    assert (loaded.missing, loaded.left_over) == ((), ())
+    assert torch.equal(t.full_tensor(), indices(1, 5, 3))
+    return t.to_local().shape[0]
+
+
 # ---------------------------------------------------------------- flat buffers with padding
 
 SHAPES = {"w": (7, 3), "b": (5,), "v": (4, 2, 3)}
@@ -183,14 +206,14 @@ FILE_NBYTES_MAX = 2000
 """More than the record of a failure, less than any rank's data object."""
 
 
-def write_fails_on_one(root: str) -> str:
-    """HSDP 2 x 2 with TP 2: returns what this rank is told."""
+def write_fails_on_one(root: str, by_limit: bool) -> str:
+    """HSDP 2 x 2 with TP 2: returns what this rank is told of step 20. `by_limit`: rank 5 fails by a limit of its process."""
     state = build("hsdp2x2tp2")
     fill(state)
     ckpt.save(root, 10, state.live)
     dist.barrier()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == FAILING:
+    if by_limit and dist.get_rank() == FAILING:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_NBYTES_MAX, limits[1]))
     told = ""
     try:

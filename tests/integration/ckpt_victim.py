@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "ckpt"))
 
-from ckpt_images import arrays, make_images  # pyright: ignore[reportMissingImports]
+from ckpt_images import a_row, arrays, make_images  # pyright: ignore[reportMissingImports]
 
 from surefoot import failpoint
 from surefoot.ckpt import tiers
@@ -28,7 +28,8 @@ def save(root: str, generation: int, start: tuple[int, int], steps: list[int], a
     )
     for step in steps:
         failpoint.arm(failpoint.parse(armed) if step == steps[-1] else None)
-        images = make_images(arrays(), WRITERS, step=step, generation=generation)
+        rows = a_row(step, generation)
+        images = make_images(arrays(), WRITERS, step=step, generation=generation, ledger=rows)
         attempt = f"p{os.getpid()}-{step}"
         for writer, image in enumerate(images):
             tiers.upload_images(

@@ -64,6 +64,27 @@ def record(root: str, log: str) -> None:
         c.save(40, state_at(40)).wait()
 
 
+def fail_each(root: str, steps: list[int]) -> list[str]:
+    """Commit step 20, then save these steps, each of which the store refuses a rank, and then one more.
+
+    Returns what this rank heard of each (empty: that it was committed).
+    """
+    heard: list[str] = []
+    with ckpt.Checkpointer(root, deadline_s=60) as c:
+        c.save(20, state_at(20)).wait()
+        for step in steps:
+            handle = c.save(step, state_at(step))
+            try:
+                handle.wait()
+                heard.append("")
+            except Exception as e:
+                heard.append(f"{type(e).__name__}: {e}")
+                c._in_flight = None  # it was waited for
+            dist.barrier()
+        c.save(steps[-1] + 1, state_at(steps[-1] + 1)).wait()
+    return heard
+
+
 def fail_at(root: str, log: str, kills: list[dict[str, Any]]) -> list[tuple[bool, str]]:
     """Commit step 20; then save a step per fault, all of which this rank meets together with the others; then one more.
 

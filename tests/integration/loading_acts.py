@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
 from surefoot.ckpt.loading import fetching, nodememory
 from surefoot.ckpt.loading.together import load_agreed
-from surefoot.ckpt.objects.files import FileObjectStore
 from surefoot.ckpt.store import ObjectStoreUnavailableError, open_store
 from surefoot.ckpt.tools.inspect import find
 
@@ -27,17 +25,20 @@ SHAPES = {"w": (1030, 2050), "v": (700, 11, 7), "b": (4099,), "s": ()}
 TYPES = {"w": torch.float32, "v": torch.bfloat16, "b": torch.float8_e4m3fn, "s": torch.int64}
 
 
-class Counting(FileObjectStore):
+class Counting:
     """A store that counts the bytes it gives out, by key, and fails when it is told to."""
 
     def __init__(self, root: str, fail_after: int | None = None) -> None:
-        super().__init__(Path(root.removeprefix("file://")))
+        self._store = open_store(root)
         self._counting = threading.Lock()
         self._left = fail_after
         self.read_nbytes: dict[str, int] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        data = super().read(key, start, length)
+        data = self._store.read(key, start, length)
         self._count(key, len(data))
         return data
 
@@ -47,7 +48,7 @@ class Counting(FileObjectStore):
                 self._left -= 1
                 if self._left < 0:
                     raise ObjectStoreUnavailableError(f"{key}: the cable is out")
-        nbytes = super().read_into(key, start, views)
+        nbytes = self._store.read_into(key, start, views)
         self._count(key, nbytes)
         return nbytes
 
@@ -118,7 +119,7 @@ def load(
     fetching.NEARBY = fetching.NEARBY._replace(round_nbytes=2**20)  # every block is a round of its own
     nodememory.ENABLED = by_memory
     fails = dist.get_rank() == fail_rank
-    store = Counting(root, fail_after if fails else None)
+    store: Any = Counting(root, fail_after if fails else None)
     state = state_of(layout, filled=False)
     channel = open_channel(None, 30.0)
     told: dict[str, Any] = {"error": "", "step": None}
@@ -145,7 +146,7 @@ def restore(root: str, layout: str, step: int) -> dict[str, Any]:
         dist.all_gather_object(found, data)
         return found
 
-    store = Counting(root)
+    store: Any = Counting(root)
     state = state_of(layout, filled=False)
     manifest, _ = find(open_store(root), step)
     told: dict[str, Any] = {"error": ""}

@@ -21,10 +21,11 @@ from surefoot import ckpt, failpoint
 from surefoot.ckpt import channel
 from surefoot.ckpt.channel import ChannelError
 from surefoot.ckpt.errors import CkptError, CommitError
+from surefoot.ckpt.objects.s3 import PART_NBYTES
 from surefoot.ckpt.saving import checkpointer as saving
 from surefoot.ckpt.saving import flight
 from surefoot.ckpt.saving.upload import report_failure
-from surefoot.ckpt.store import open_store
+from surefoot.ckpt.store import ObjectStoreError, open_store
 
 COLLECTIVES = (
     "all_gather",
@@ -161,6 +162,27 @@ def rank_is_killed(root: str, victim: int) -> str:
     os._exit(0 if f"rank {victim}" in str(caught.value) else 3)
 
 
+def save_that_is_never_answered(root: str, deadline_s: float) -> tuple[int, str]:
+    """Train beside a save of two parts a rank until it has failed; then save again. Returns the steps meanwhile, and the error."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = 2 * (PART_NBYTES + 2**20) // 4096
+    state = {"w": distribute_tensor(torch.ones(rows, 1024), mesh, [Shard(0)])}
+    c = ckpt.Checkpointer(root, deadline_s=deadline_s)
+    handle = c.save(1, state)
+    steps = 0
+    ended = torch.zeros(1)
+    while ended.item() < 2:
+        time.sleep(0.005)  # the step's work
+        ended = torch.tensor([float(handle.done())])
+        dist.all_reduce(ended)
+        steps += 1
+    with pytest.raises((CkptError, ObjectStoreError)) as caught:
+        handle.wait()
+    c._close_after(caught.value)
+    assert ckpt.steps(root) == []
+    return steps, str(caught.value)
+
+
 def late_words(root: str) -> None:
     """Everything of attempt 1 arrives while attempt 2 waits for rank 1."""
     rank, state = dist.get_rank(), sharded()
@@ -229,7 +251,7 @@ def hsdp_and_tp(root: str) -> None:
     c = ckpt.Checkpointer(root, deadline_s=30)
     c.save(1, state).wait()
     if rank == 5:
-        failpoint.arm(failpoint.parse("store.before_link=error"))
+        failpoint.arm(failpoint.parse("ckpt.before_part=error"))
     with pytest.raises(CommitError, match="FailpointError" if rank == 5 else "rank 5 failed"):
         c.save(2, state).wait()
     failpoint.arm(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,26 +54,49 @@ def test_flat_buffers_with_padding(ranks: Ranks, root: str) -> None:
         assert max(boxes) > 1, "several to a rank"
 
 
-def test_plain_tensors_that_are_shards(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_tensor_of_one_row(ranks: Ranks, root: str) -> None:
+    """CKP-04: of 4 ranks 3 own nothing, and none of them misses anything; 4 -> 4, 4 -> 1, 1 -> 4."""
+    for saved, loaded in ((4, (4, 1)), (1, (4,))):
+        rows = ranks(saved, "ckpt_elements:save_one_row", f"{root}/{saved}")
+        assert rows == [1] + [0] * (saved - 1)
+        for n in loaded:
+            assert ranks(n, "ckpt_elements:load_one_row", f"{root}/{saved}") == [1] + [0] * (n - 1)
+
+
+def test_plain_tensors_that_are_shards(ranks: Ranks, root: str) -> None:
     """CKP-06, CKP-05: refused, and where the layout is declared the bytes are those of all distinct elements."""
-    ranks(4, "ckpt_elements:save_plain_shards", (tmp_path / "root").as_uri())
+    ranks(4, "ckpt_elements:save_plain_shards", root)
 
 
 def test_the_write_of_one_rank_fails(ranks: Ranks, tmp_path: Path) -> None:
-    """CKP-07: no rank of 8 is told that the save is done."""
-    told = ranks(8, "ckpt_elements:write_fails_on_one", (tmp_path / "root").as_uri())
-    assert all(told), told
-    assert all("5" in t for t in told), f"the rank is named: {told}"
+    """CKP-07: no rank of 8 is told that the save is done. Rank 5 may write no large files any more."""
+    told = ranks(8, "ckpt_elements:write_fails_on_one", (tmp_path / "root").as_uri(), True)
+    require_told_of_rank_5(told, "File too large")
 
 
-def test_some_of_the_ranks_save(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.s3
+def test_the_write_of_one_rank_fails_on_s3(ranks: Ranks, s3_proxy: Any, s3_faults: Any) -> None:
+    """CKP-07: the store refuses the second object of rank 5."""
+    denied = s3_faults.status(403, "AccessDenied")
+    fault = s3_proxy.fault("PutObject", denied, key="step-0000000020/*/r00005")
+    told = ranks(8, "ckpt_elements:write_fails_on_one", s3_proxy.root, False)
+    assert fault.fired == 1
+    require_told_of_rank_5(told, "AccessDenied|denied")
+
+
+def require_told_of_rank_5(told: list[str], why: str) -> None:
+    for rank, words in enumerate(told):
+        assert re.search(why, words), told
+        assert rank == 5 or "rank 5" in words, told
+
+
+def test_some_of_the_ranks_save(ranks: Ranks, root: str) -> None:
     """CKP-07: a group that holds every element saves all of it; another is refused."""
-    root = (tmp_path / "root").as_uri()
     told = ranks(8, "ckpt_elements:some_of_them_save", root)
     assert [t.partition(":")[0] for t in told[::2]] == ["CoverageError"] * 4
     assert ranks(1, "ckpt_layouts:load_in", root, ["1"], {"hsdp2x2tp2": 20}) == [1]
 
 
-def test_shards_that_lie_by_coordinate(ranks: Ranks, tmp_path: Path) -> None:
+def test_shards_that_lie_by_coordinate(ranks: Ranks, root: str) -> None:
     """CKP-08: where torch's own collectives would not find them, nothing is guessed."""
-    ranks(4, "ckpt_elements:by_coordinate", (tmp_path / "root").as_uri())
+    ranks(4, "ckpt_elements:by_coordinate", root)

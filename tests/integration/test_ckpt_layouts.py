@@ -45,9 +45,13 @@ def test_every_ordered_pair_of_layouts(ranks: Ranks, tmp_path: Path) -> None:
         assert done == [len(LAYOUTS[n]) * len(saved)] * n
 
 
-def test_layouts_of_rarer_kinds(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.s3)])
+def test_layouts_of_rarer_kinds(
+    ranks: Ranks, where: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """CKP-08: DDP, and meshes that list their ranks out of order."""
-    root, saved = tmp_path.as_uri(), numbered({1: ["1"]} | RARER_LAYOUTS)
+    root = request.getfixturevalue("s3_url") if where == "s3" else tmp_path.as_uri()
+    saved = numbered({1: ["1"]} | RARER_LAYOUTS)
     ranks(1, "ckpt_layouts:save_in", root, {"1": saved["1"]})
     for n, layouts in RARER_LAYOUTS.items():
         mine = {k: saved[k] for k in layouts}
@@ -69,8 +73,20 @@ def test_every_ordered_pair_of_all_layouts(ranks: Ranks, tmp_path: Path) -> None
 
 
 @pytest.mark.s3
-def test_layouts_on_s3(ranks: Ranks, s3_url: str) -> None:
-    """CKP-09 on S3."""
-    saved = numbered({4: ["dp4", "tp4", "pp2dp2"]})
-    assert ranks(4, "ckpt_layouts:save_and_load_in", s3_url, saved, saved) == [9] * 4
-    assert ranks(1, "ckpt_layouts:load_in", s3_url, ["1"], saved) == [3]
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["dp4", "pp2dp2"],
+        pytest.param(
+            ["dp4", "tp4", "dp2tp2", "pp2dp2", "pp2tp2"], marks=[pytest.mark.soak, pytest.mark.timeout(600)]
+        ),
+    ],
+)
+def test_layouts_on_s3(ranks: Ranks, s3_url: str, layouts: list[str]) -> None:
+    """CKP-09, CKP-04 on S3: every ordered pair of these and a single rank."""
+    saved = numbered({1: ["1"], 4: layouts})
+    mine = {k: saved[k] for k in layouts}
+    ranks(1, "ckpt_layouts:save_in", s3_url, {"1": saved["1"]})
+    done = ranks(4, "ckpt_layouts:save_and_load_in", s3_url, mine, saved, timeout_s=300)
+    assert done == [len(mine) * len(saved)] * 4
+    assert ranks(1, "ckpt_layouts:load_in", s3_url, ["1"], saved) == [len(saved)]

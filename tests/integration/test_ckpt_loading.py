@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from surefoot.ckpt.manifest import encode, manifest_key
 from surefoot.ckpt.store import ObjectStore, open_store
 from surefoot.ckpt.tools.inspect import find
 
@@ -20,6 +23,12 @@ Ranks = Callable[..., list[Any]]
 @pytest.fixture
 def root(tmp_path: Path) -> str:
     return (tmp_path / "root").as_uri()
+
+
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
+def anywhere(request: pytest.FixtureRequest, root: str) -> str:
+    """A root on files, and on S3."""
+    return request.getfixturevalue("s3_url") if request.param == "s3" else root
 
 
 def data_read(told: list[dict[str, Any]], store: ObjectStore, step: int = 20) -> tuple[int, int]:
@@ -79,18 +88,25 @@ def test_a_rank_that_fails_in_the_middle_fails_all_and_none_hangs(
 
 def flip_last_block(root: str, step: int, rank: int) -> str:
     """One bit of what `rank` wrote; returns the object's key."""
-    manifest, _ = find(open_store(root), step)
+    store = open_store(root)
+    manifest, _ = find(store, step)
     source = next(o for o in manifest.objects if f"r{rank:05d}" in o.key)
-    path = Path(root.removeprefix("file://")) / source.key
-    data = bytearray(path.read_bytes())
+    data = bytearray(store.read(source.key))
     data[-1] ^= 1
-    path.write_bytes(data)
+    replace(store, source.key, bytes(data))
     return source.key
 
 
-def test_damage_that_one_rank_sees_sends_all_to_the_same_older_step(ranks: Ranks, root: str) -> None:
+def replace(store: ObjectStore, key: str, data: bytes) -> None:
+    """As somebody else's hand would, or a store that forgets."""
+    store.delete(key)
+    store.create(key, data)
+
+
+def test_damage_that_one_rank_sees_sends_all_to_the_same_older_step(ranks: Ranks, anywhere: str) -> None:
     """CKP-35, CKP-34: only rank 2 reads the bad shard. It is set aside, not deleted; the next load passes it over at once, and
     one that asks for it tries it."""
+    root = anywhere
     ranks(4, "loading_acts:save", root, "fsdp", 20, 40, 60)
     key = flip_last_block(root, 60, 2)
     told = ranks(4, "loading_acts:load", root, "fsdp")
@@ -108,6 +124,32 @@ def test_damage_that_one_rank_sees_sends_all_to_the_same_older_step(ranks: Ranks
     assert [t["step"] for t in again] == [40] * 4
     assert data_read(again, store, 60)[0] == 0, "it is not tried again"
     assert key in again[3]["passed_over"][0][1]
+
+
+@pytest.mark.parametrize("sums", [(), ("",)])
+def test_a_checksum_that_is_missing_sends_all_to_the_same_older_step(
+    ranks: Ranks, anywhere: str, sums: tuple[str, ...]
+) -> None:
+    """CKP-35, second run: every byte is there, but what rank 2 wrote has no checksum, or an empty one."""
+    ranks(4, "loading_acts:save", anywhere, "fsdp", 20, 40)
+    store = open_store(anywhere)
+    manifest, _ = find(store, 40)
+    bare = tuple(
+        msgspec.structs.replace(o, checksums=sums) if "r00002" in o.key else o for o in manifest.objects
+    )
+    assert bare != manifest.objects
+    replace(
+        store, manifest_key(manifest.generation, 40), encode(msgspec.structs.replace(manifest, objects=bare))
+    )
+    told = ranks(4, "loading_acts:load", anywhere, "fsdp")
+    assert [(t["error"], t["step"]) for t in told] == [("", 20)] * 4
+    assert all(t["passed_over"] == told[0]["passed_over"] for t in told)
+    [(step, what)] = told[0]["passed_over"]
+    assert step == 40
+    assert re.search("0 checksums|without a checksum", what)
+    read = [key for t in told for key in t["read"] if key.endswith(".safetensors")]
+    assert read, "step 20 was"
+    assert not [key for key in read if "step-0000000040" in key], "it is found before anything is read"
 
 
 def test_ranks_under_an_agent_share_and_never_fall_back(ranks: Ranks, root: str) -> None:

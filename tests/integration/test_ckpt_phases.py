@@ -40,6 +40,36 @@ def moved(point: Point, step: int) -> Kill:
     return Kill(role=point.role, what=point.what, name=name, nth=1, errno=errno.EIO)
 
 
+PHASES_ON_S3 = {
+    41: ("PutObject", "r00002-0.safetensors", "rank 2"),
+    42: ("PutObject", "n00002.part.json", "rank 2"),
+    43: ("GetObject", "n00003.part.json", "n00003.part.json"),
+    44: ("PutObject", "manifest.json", "manifest.json"),
+}
+"""By the step that is saved: which request is refused, and what all are told besides: the rank, or what the commit of them all failed at."""
+
+
+@pytest.mark.s3
+def test_one_rank_fails_at_each_phase_on_s3(
+    ranks: Callable[..., list[Any]], s3_proxy: Any, s3_faults: Any
+) -> None:
+    denied = s3_faults.status(403, "AccessDenied")
+    faults = {
+        step: s3_proxy.fault(operation, denied, key=f"step-{step:010d}/*{name}", times=None)
+        for step, (operation, name, _) in PHASES_ON_S3.items()
+    }
+    heard = ranks(WORLD, "kill_acts:fail_each", s3_proxy.root, list(faults))
+    assert all(fault.fired for fault in faults.values())
+    for rank, words in enumerate(heard):
+        for i, (_, _, named) in enumerate(PHASES_ON_S3.values()):
+            assert "denied" in words[i].lower(), (rank, words[i])
+            assert named in words[i] or named == f"rank {rank}", (rank, words[i])
+    store = open_store(s3_proxy.root)
+    assert [m.step for m in lineage(read_records(store), list_manifests(store))] == [20, 45]
+    for step in (20, 45):
+        assert verify_step(store, step).problems == ()
+
+
 def test_one_rank_fails_at_each_phase(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     recorded = str(tmp_path / "recorded")
     ranks(WORLD, "kill_acts:record", (tmp_path / "a").as_uri(), recorded)

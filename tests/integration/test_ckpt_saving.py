@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import RankHost
 
+from surefoot import ckpt
 from surefoot.ckpt import channel
 from surefoot.ckpt.saving import flight
 
@@ -24,12 +27,16 @@ def root_of(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("s3_url") if where == "s3" else (tmp_path / "root").as_uri()
 
 
+@EVERYWHERE
 @pytest.mark.parametrize(
     "rounds", [15, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
-def test_a_save_and_a_barrier_in_every_step(rounds: int, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_save_and_a_barrier_in_every_step(
+    rounds: int, where: str, ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """CKP-21."""
-    ranks(4, "saving_acts:save_at_every_step", (tmp_path / "root").as_uri(), rounds, timeout_s=800)
+    root = root_of(where, request, tmp_path)
+    ranks(4, "saving_acts:save_at_every_step", root, rounds, timeout_s=800)
 
 
 @EVERYWHERE
@@ -41,11 +48,15 @@ def test_an_uploader_that_is_killed(
     assert max(took) < 10
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("victim", [2, 0])
-def test_a_rank_that_is_killed(victim: int, rank_host: Any, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed(
+    victim: int, where: str, rank_host: RankHost, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """CKP-22's sibling: the process of a rank dies in the middle of a save. Here with quicker beats."""
     assert channel.SILENT_S + flight.BEAT_S < 10
-    running = rank_host.start(3, "saving_acts:rank_is_killed", (tmp_path / "root").as_uri(), victim)
+    root = root_of(where, request, tmp_path)
+    running = rank_host.start(3, "saving_acts:rank_is_killed", root, victim)
     running._killed.add(victim)
     ended = running.wait(30)
     assert [e.code for e in ended] == [-9 if r == victim else 0 for r in range(3)], "\n".join(map(str, ended))
@@ -57,19 +68,41 @@ def test_a_rank_that_closes_while_others_save(leaver: int, ranks: Ranks, tmp_pat
     ranks(3, "saving_acts:one_rank_closes", (tmp_path / "root").as_uri(), leaver)
 
 
-def test_late_words_of_an_attempt_that_was_given_up(ranks: Ranks, tmp_path: Path) -> None:
+@EVERYWHERE
+def test_late_words_of_an_attempt_that_was_given_up(
+    where: str, ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """CKP-24."""
-    ranks(2, "saving_acts:late_words", (tmp_path / "root").as_uri())
+    ranks(2, "saving_acts:late_words", root_of(where, request, tmp_path))
 
 
-def test_planning_needs_no_collective_and_no_device_memory(ranks: Ranks, tmp_path: Path) -> None:
+@EVERYWHERE
+def test_planning_needs_no_collective_and_no_device_memory(
+    where: str, ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """CKP-26."""
-    ranks(4, "saving_acts:no_collective_and_no_device", (tmp_path / "root").as_uri())
+    ranks(4, "saving_acts:no_collective_and_no_device", root_of(where, request, tmp_path))
 
 
-def test_hsdp_with_tp_where_one_rank_cannot_write(ranks: Ranks, tmp_path: Path) -> None:
+@EVERYWHERE
+def test_hsdp_with_tp_where_one_rank_cannot_write(
+    where: str, ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """CKP-07."""
-    ranks(8, "saving_acts:hsdp_and_tp", (tmp_path / "root").as_uri())
+    ranks(8, "saving_acts:hsdp_and_tp", root_of(where, request, tmp_path))
+
+
+@pytest.mark.s3
+def test_a_part_that_is_never_answered(ranks: Ranks, s3_proxy: Any, s3_faults: Any) -> None:
+    """CKP-37: the save has a deadline; the error names rank, key and upload on all ranks; training has gone on meanwhile."""
+    fault = s3_proxy.fault("UploadPart", s3_faults.stall(), key="r00001", part=2, times=None)
+    told = ranks(2, "saving_acts:save_that_is_never_answered", s3_proxy.root, 4.0)
+    fault.stop()
+    assert fault.fired >= 1
+    for steps, words in told:
+        assert steps >= 10, "training went on"
+        assert re.search(r"r00001-0\.safetensors.*part 2 of upload \w+", words), told
+    assert "rank 1" in told[0][1]
 
 
 ENDS = {
@@ -83,10 +116,11 @@ ENDS = {
 }
 
 
-def test_the_end_of_a_script(tmp_path: Path) -> None:
+@EVERYWHERE
+def test_the_end_of_a_script(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """CKP-23: the exit code, what is said, how long it takes, and that no process is left behind."""
     script = Path(__file__).parent / "exit_cases.py"
-    root = f"{tmp_path}/root"
+    root = root_of(where, request, tmp_path)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(
         [sys.executable, str(script), root, *ENDS], capture_output=True, text=True, env=environ, timeout=100
@@ -99,5 +133,4 @@ def test_the_end_of_a_script(tmp_path: Path) -> None:
         assert float(found[name][1]) < 60, (name, found[name])
         assert found[name][2] == "0", ("a process is left behind", name, found[name])
         assert words in found[name][3], (name, found[name])
-    manifests = [p.relative_to(root).parts[0] for p in Path(root).rglob("manifest.json")]
-    assert manifests == ["committed_at_exit"]
+    assert [name for name in ENDS if ckpt.steps(f"{root}/{name}")] == ["committed_at_exit"]

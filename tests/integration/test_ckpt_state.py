@@ -35,16 +35,26 @@ WORDS = {
 """What the error says. Empty: it need not be one, if nothing is lost."""
 
 
+def require_refused(ranks: Ranks, root: str, kinds: list[str]) -> None:
+    for told in ranks(3, "state_acts:save_different", root, kinds):
+        for i, kind in enumerate(kinds):
+            if WORDS[kind]:
+                assert re.search(WORDS[kind], told[kind]), (kind, told[kind])
+                assert ckpt.steps(f"{root}/{i}") == [], "nothing was committed"
+
+
 def test_what_differs_between_ranks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """CKP-05: in every form in which content can differ under one key; never silently rank 0's."""
-    for told in ranks(3, "state_acts:save_different", str(tmp_path), list(WORDS)):
-        for i, (kind, words) in enumerate(WORDS.items()):
-            if words:
-                assert re.search(words, told[kind]), (kind, told[kind])
-                assert ckpt.steps(f"{tmp_path}/{i}") == [], "nothing was committed"
+    require_refused(ranks, str(tmp_path), list(WORDS))
 
 
-@pytest.mark.parametrize("where", ["files", "s3"])
+@pytest.mark.s3
+def test_what_differs_between_ranks_is_refused_on_s3(ranks: Ranks, s3_url: str) -> None:
+    """CKP-05: what is found before anything is stored, and what only the parts tell."""
+    require_refused(ranks, s3_url, ["tensor", "shape", "value", "tie"])
+
+
+@pytest.mark.parametrize("where", ["files", pytest.param("s3", marks=pytest.mark.s3)])
 def test_each_rank_has_its_own_back(
     ranks: Ranks, tmp_path: Path, where: str, request: pytest.FixtureRequest
 ) -> None:

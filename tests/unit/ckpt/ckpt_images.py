@@ -26,6 +26,13 @@ def arrays(scale: int = 1) -> dict[str, np.ndarray]:
     }
 
 
+def a_row(step: int, generation: int) -> Callable[[int], list[LedgerRow]]:
+    """For `make_images`: what each rank consumed in one step, so that the commit leaves a ledger."""
+    return lambda rank: [
+        LedgerRow(step=step, generation=generation, dp_rank=rank, samples=(f"s:{step}:{rank}",), loss=None)
+    ]
+
+
 def layouts_of(
     whole_arrays: Mapping[str, np.ndarray], world_size: int, sharded: Collection[str]
 ) -> list[list[HeldTensor]]:

@@ -12,12 +12,12 @@ from functools import cache
 
 import pytest
 from ckpt_boundaries import CREATES, Fault, Op, Track
-from ckpt_images import arrays, make_images
+from ckpt_images import a_row, arrays, make_images
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.keeping.cleaning import carry_out, plan_gc, sweep_orphans
-from surefoot.ckpt.manifest import manifest_key
+from surefoot.ckpt.manifest import ledger_key, manifest_key
 from surefoot.ckpt.record import Record, StartRef, create_record, lineage, list_manifests, read_records
 from surefoot.ckpt.saving import commit as commit_module
 from surefoot.ckpt.store import MemoryObjectStore, ObjectStore, ObjectStoreError
@@ -57,7 +57,7 @@ def upload(store: ObjectStore, rank: int, image: memoryview, step: int, generati
 
 @cache
 def images_of(step: int, generation: int) -> list[memoryview]:
-    return make_images(arrays(), WORLD, step=step, generation=generation)
+    return make_images(arrays(), WORLD, step=step, generation=generation, ledger=a_row(step, generation))
 
 
 def save(
@@ -169,7 +169,8 @@ def test_a_recorded_run_passes_every_phase() -> None:
     passed = boundaries()
     for rank in range(WORLD):
         assert [op.what for op in passed if op.actor == f"rank{rank}" and op.what in CREATES], rank
-    assert Op(COMMITTER, "create", manifest_key(1, 40)) in passed
+    created = [op.key for op in passed if op.actor == COMMITTER and op.what == "create"]
+    assert created == [ledger_key(1, 40, "a1-40"), manifest_key(1, 40)]
     assert len(passed) > 3 * WORLD
 
 

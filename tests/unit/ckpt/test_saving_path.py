@@ -30,8 +30,14 @@ def root(tmp_path: Path) -> str:
     return (tmp_path / "root").as_uri()
 
 
-def test_what_changes_after_save_returns_is_not_saved(root: str) -> None:
+@pytest.fixture(params=["file", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
+def anywhere(request: pytest.FixtureRequest, root: str) -> str:
+    return request.getfixturevalue("s3_url") if request.param == "s3" else root
+
+
+def test_what_changes_after_save_returns_is_not_saved(anywhere: str) -> None:
     """CKP-20."""
+    root = anywhere
     p = torch.nn.Parameter(torch.zeros(100_000))
     with ckpt.Checkpointer(root, keep=2) as c, torch.no_grad():
         for step in range(1, 11):
@@ -64,8 +70,9 @@ def held(uploader: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("mib", "saves"), [(20, 12), pytest.param(200, 50, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
-def test_nothing_grows_from_save_to_save(mib: int, saves: int, root: str) -> None:
-    """CKP-25."""
+def test_nothing_grows_from_save_to_save(mib: int, saves: int, anywhere: str) -> None:
+    """CKP-25. On S3 the client keeps as many connections as it had parts under way at once."""
+    root, kept_open = anywhere, 8 if anywhere.startswith("s3:") else 0
     state = {f"w{i}": torch.ones(mib * 2**20 // 16 // 4) for i in range(16)}
     with ckpt.Checkpointer(root, keep=2) as c:
         found: list[dict[str, int]] = []
@@ -76,7 +83,8 @@ def test_nothing_grows_from_save_to_save(mib: int, saves: int, root: str) -> Non
         second, last = found[1], found[-1]
         for what in ("threads", "fds", "memory files"):
             # The thread of a save that has just ended may still be there.
-            assert last[what] <= second[what] + 1, (what, [f[what] for f in found])
+            slack = 1 + (kept_open if what == "fds" else 0)
+            assert last[what] <= second[what] + slack, (what, [f[what] for f in found])
         assert last["nbytes"] < second["nbytes"] + mib * 2**20 * 0.15, [f["nbytes"] for f in found]
         uploader = c._equipment.uploader().pid
     own = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
@@ -111,8 +119,9 @@ def test_room_for_optimizer_state_is_there_before_the_first_step(root: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
-def test_the_uploader_never_starts_by_a_fork(times: int, root: str) -> None:
+def test_the_uploader_never_starts_by_a_fork(times: int, anywhere: str) -> None:
     """CKP-27: threads run, a client of the object store is alive, and a stand-in for a device fails where it is forked."""
+    root = anywhere
     forks: list[int] = []
     guard = [True]
     os.register_at_fork(before=lambda: forks.append(1) if guard[0] else None)
@@ -121,6 +130,9 @@ def test_the_uploader_never_starts_by_a_fork(times: int, root: str) -> None:
     for thread in busy:
         thread.start()
     store = open_store(root)
+    store.list("")
+    if root.startswith("s3:"):
+        assert any("fsspec" in t.name for t in threading.enumerate()), "the loop of a live S3 client"
     try:
         for step in range(1, times + 1):
             with ckpt.Checkpointer(root) as c:
