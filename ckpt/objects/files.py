@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -86,7 +87,7 @@ class FileObjectStore:
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         found = [
-            ObjectInfo(folder + name, status.st_size)
+            ObjectInfo(folder + name, status.st_size, status.st_mtime)
             for folder, name, status in self._files(prefix)
             if not name.startswith(TEMPORARY_PREFIX) and (folder + name).startswith(prefix)
         ]
@@ -229,11 +230,25 @@ def _intended(name: str) -> str:
 
 def _preallocate(fd: int, size: int) -> None:
     """Claim the space: a full disk is found before the first byte, and the blocks lie together. Where the file system cannot,
-    nothing happens (posix_fallocate would write to every block instead). Raises OSError: ENOSPC, EDQUOT."""
-    if size < PREALLOCATE_NBYTES or _fallocate(fd, 0, size) == 0:
+    nothing happens (posix_fallocate would write to every block instead). In memory no block lies better than another, and
+    claiming costs an eighth of the time to write: there it is only looked whether there is room. Raises OSError: ENOSPC, EDQUOT."""
+    if size < PREALLOCATE_NBYTES:
         return
-    if (code := ctypes.get_errno()) in (errno.ENOSPC, errno.EDQUOT):
+    room = _room_on_tmpfs(fd)
+    if room is None:
+        if _fallocate(fd, 0, size) == 0 or (code := ctypes.get_errno()) not in (errno.ENOSPC, errno.EDQUOT):
+            return
         raise OSError(code, os.strerror(code))
+    if room < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _room_on_tmpfs(fd: int) -> int | None:
+    """How many bytes the tmpfs still takes in which the file lies; None where it lies in another file system."""
+    words = (ctypes.c_long * STATFS_WORDS)()  # f_type, f_bsize, f_blocks, f_bfree, ...
+    if _LIBC.fstatfs(ctypes.c_int(fd), words) != 0 or words[0] != TMPFS_MAGIC:
+        return None
+    return words[1] * words[3] if words[2] else sys.maxsize  # no blocks: it was mounted without a limit
 
 
 def _fallocate(fd: int, begin: int, nbytes: int) -> int:
@@ -257,6 +272,7 @@ def _start_flushing(fd: int, begin: int, nbytes: int) -> None:
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 SYNC_FILE_RANGE_WRITE = 2
+TMPFS_MAGIC, STATFS_WORDS = 0x01021994, 32
 
 
 class FileUpload:

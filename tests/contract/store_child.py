@@ -69,6 +69,10 @@ def small_disk(folder: str) -> dict[str, Any]:
         except ObjectStoreError as e:
             found[name] = [type(e).__name__, str(e)]
 
+    endless = Path(folder) / "endless"
+    endless.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=0", "none", endless], check=True)
+    note("without a limit", lambda: files.FileObjectStore(endless).create("a/large", bytes(2**24)))
     note("preallocating", lambda: store.upload("a/large", 2**24, deadline_s=1.0))
     found["left after preallocating"] = sorted(os.listdir(f"{folder}/root/a"))
     files.PREALLOCATE_NBYTES = 2**60

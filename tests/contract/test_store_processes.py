@@ -124,6 +124,11 @@ def test_a_full_disk(on_a_small_disk: dict[str, Any], when: str) -> None:
     assert on_a_small_disk["a small one"] is None
 
 
+def test_a_tmpfs_without_a_limit(on_a_small_disk: dict[str, Any]) -> None:
+    """It says that it has no blocks, and takes what it is given."""
+    assert on_a_small_disk["without a limit"] is None
+
+
 def test_a_read_only_disk(on_a_small_disk: dict[str, Any]) -> None:
     for what in ("create", "upload", "delete"):
         error, message = on_a_small_disk[f"read-only: {what}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,16 @@ def test_a_full_disk_says_so(monkeypatch: pytest.MonkeyPatch, store: FileObjectS
     monkeypatch.setattr(os, "open", open_full)
     with pytest.raises(ObjectStoreUnavailableError, match="free some space"):
         store.create("k", b"x" * 100)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a tmpfs at /dev/shm")
+def test_memory_is_not_claimed_before_it_is_written(tmp_path: Path) -> None:
+    """On a tmpfs that only costs time."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        upload = FileObjectStore(Path(folder) / "root").upload("a/k", 2**21, deadline_s=1.0)
+        (temporary,) = (Path(folder) / "root" / "a").iterdir()
+        assert temporary.stat().st_blocks == 0
+        upload.abort()
 
 
 def test_a_file_size_limit_says_so(store: FileObjectStore, tmp_path: Path) -> None:
