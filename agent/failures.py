@@ -11,6 +11,7 @@
     ├── RankWorldError           the world failed: the next generation may do better
     │   ├── AgentTimeoutError        the agent did not answer in time
     │   ├── StartupError             the starting point could not be taken up by all ranks
+    │   ├── StartDamagedError        it is a committed step, and its objects are damaged or gone
     │   └── CommitGivenUpError       the last checkpoint could not be committed
     └── RanksDisagreeError       ranks are not in the same step: our bug, or two generations mixed
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import traceback
 from typing import Literal
 
-from surefoot.controller.wire import ErrorReport
+from surefoot.controller.wire import DamagedStep, ErrorReport
 
 ErrorKind = Literal["collective", "workload", "data", "checkpoint", "startup", "agent_lost"]
 Area = Literal["data", "checkpoint"]
@@ -68,6 +69,16 @@ class AgentTimeoutError(RankWorldError):
 
 class StartupError(RankWorldError):
     """The plan's starting point was not restored, or not by all ranks alike."""
+
+
+class StartDamagedError(RankWorldError):
+    """The committed step that the plan starts from is damaged; `damaged` says where."""
+
+    def __init__(self, damaged: DamagedStep) -> None:
+        super().__init__(
+            f"step {damaged.step} of generation {damaged.generation} cannot be restored: {damaged.detail}"
+        )
+        self.damaged = damaged
 
 
 class CommitGivenUpError(RankWorldError):
@@ -141,6 +152,7 @@ def report(error: BaseException, *, area: Area | None, first_step_begun: bool) -
         message=_bounded(str(error) or repr(error), MESSAGE_CHARS_MAX),
         traceback=_bounded("".join(traceback.format_exception(error)), TRACEBACK_CHARS_MAX),
         permanent=is_permanent(error),
+        damaged=error.damaged if isinstance(error, StartDamagedError) else None,
     )
 
 

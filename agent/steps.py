@@ -22,15 +22,22 @@ from typing import Any, Protocol
 
 from surefoot.agent.batches import StepData
 from surefoot.agent.exchange import GatherWords, StepVerdict, StepWord, judge, unpack_word
-from surefoot.agent.failures import Area, CommitGivenUpError, RanksDisagreeError, StartupError
+from surefoot.agent.failures import (
+    Area,
+    CommitGivenUpError,
+    RanksDisagreeError,
+    StartDamagedError,
+    StartupError,
+)
 from surefoot.agent.link import AgentLink, AgentNews
 from surefoot.agent.pool import SLOTS, SlotPool, choose_slot
 from surefoot.agent.seeding import seed_all, seed_of
 from surefoot.agent.tracing import Tracer
-from surefoot.ckpt.errors import SlotTooSmallError
-from surefoot.ckpt.manifest import LedgerRow
+from surefoot.ckpt.errors import DamagedError, SlotTooSmallError, StepMissingError
+from surefoot.ckpt.manifest import LedgerRow, manifest_key
 from surefoot.controller.wire import (
     CommittedMsg,
+    DamagedStep,
     Phase,
     Plan,
     PoolMsg,
@@ -271,7 +278,13 @@ class StepLoop:
                     f"the plan restores {_name(start)} from memory, but the agent names no slot"
                 )
             return restore_slot(self.stager, facts.restore_path)
-        return self.restore_committed(start.generation, start.step)
+        try:
+            return self.restore_committed(start.generation, start.step)
+        except DamagedError as e:
+            raise StartDamagedError(_damaged(start, e.key, str(e))) from e
+        except StepMissingError as e:
+            key = manifest_key(start.generation, start.step)
+            raise StartDamagedError(_damaged(start, key, str(e))) from e
 
     def _agree_on_start(self, start: StartingPoint) -> None:
         """Every rank gathers what every rank holds now; a difference would train on a state that never was.
@@ -449,6 +462,16 @@ def _require_start(restored: Restored, start: StartingPoint) -> None:
             f"the plan starts from {_name(start)}, but what was restored is "
             f"step {restored.step} of generation {restored.generation}"
         )
+
+
+DAMAGE_CHARS_MAX = 500
+"""Of what was wrong: it travels in statuses, and stands in the record of the next generation."""
+
+
+def _damaged(start: StartingPoint, key: str, detail: str) -> DamagedStep:
+    return DamagedStep(
+        generation=start.generation, step=start.step, key=key, detail=detail[:DAMAGE_CHARS_MAX]
+    )
 
 
 def _name(start: StartingPoint) -> str:

@@ -223,6 +223,11 @@ class Controller:
                 start.generation,
                 decision.record.reason,
             )
+        elif isinstance(decision, dec.SetAside):
+            log.warning(
+                "step %d of generation %d is set aside: %s",
+                *(decision.step, decision.generation, decision.reason),
+            )
         elif isinstance(decision, dec.WriteOutcome):
             log.info("the job is %s: %s", decision.outcome.state, decision.outcome.reason)
 

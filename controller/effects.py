@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from surefoot import history
+from surefoot.ckpt.control import aside_among, set_aside, why_aside
 from surefoot.ckpt.errors import CkptError, DamagedError, FormatError
+from surefoot.ckpt.manifest import ManifestRef, manifest_key, manifest_refs
 from surefoot.ckpt.record import (
     Record,
     RecordTakenError,
     create_record,
-    list_manifests,
     list_records,
     read_record,
     record_key,
@@ -133,6 +134,8 @@ class Effects:
                 self._submit(decision.op, self._write_outcome, decision)
             case dec.TellHeld():
                 self._diary.submit(self._tell_held, decision)
+            case dec.SetAside():
+                self._pool.submit(self._set_aside, decision)
             case dec.OpenIncident() | dec.UpdateIncident():
                 self._means.journal.incident(decision.incident)
                 self._diary.submit(self._write_incident, decision.incident, decision.token)
@@ -202,7 +205,8 @@ class Effects:
     def _list_lineage(self, decision: dec.ListLineage) -> ev.Event:
         op = decision.op
         try:
-            manifests = list_manifests(self._means.objects)
+            keys = [o.key for o in self._means.objects.list("gen-")]
+            aside = {at: why_aside(self._means.objects, *at) for at in aside_among(keys)}
             # Records after manifests: a generation has its record before its first manifest, so whatever manifest was
             # listed, its record is listed too.
             records, hashes = self._records.all()
@@ -212,7 +216,17 @@ class Effects:
             return ev.ObjectStoreUnavailable(op=op, detail=str(e))
         except CkptError as e:
             return ev.LineageDamaged(op=op, detail=str(e))
-        return ev.LineageListed(op=op, records=records, hashes=hashes, manifests=tuple(manifests))
+        manifests = tuple(manifest_refs(keys))
+        return ev.LineageListed(op=op, records=records, hashes=hashes, manifests=manifests, aside=aside)
+
+    def _set_aside(self, decision: dec.SetAside) -> None:
+        """Not fenced by etcd, and need not be: that bytes are damaged does not depend on who leads."""
+        if not self._leadership.alive():
+            return
+        generation, step = decision.generation, decision.step
+        with history.operation("set_aside", generation=generation, step=step) as result:
+            ref = ManifestRef(step=step, generation=generation, key=manifest_key(generation, step))
+            result["there"] = set_aside(self._means.objects, ref, decision.reason)
 
     # ---- etcd, fenced
 

@@ -60,10 +60,11 @@ def summary(event: ev.Event) -> dict[str, Any] | None:
             return None if told is None else {"type": "StatusReported", **told}
         case ev.ProbeAnswered(status=status, op=op, uid=uid):
             return {"type": "ProbeAnswered", "op": op, "uid": uid, **(_status(status) or {})}
-        case ev.LineageListed(op=op, records=records, manifests=manifests):
+        case ev.LineageListed(op=op, records=records, manifests=manifests, aside=aside):
             last = manifests[-1] if manifests else None
             newest = [last.generation, last.step] if last is not None else None
-            return {"type": "LineageListed", "op": op, "top": max(records, default=0), "newest": newest}
+            top = max(records, default=0)
+            return {"type": "LineageListed", "op": op, "top": top, "newest": newest, "aside": sorted(aside)}
         case ev.WorldListed():
             return {
                 "type": "WorldListed",

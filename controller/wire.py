@@ -120,6 +120,15 @@ class NodeInfo(_Value, frozen=True, kw_only=True):
     code_version: str
 
 
+class DamagedStep(_Value, frozen=True, kw_only=True):
+    """A committed step that turned out damaged. `key` names the object, `detail` says what is wrong with it."""
+
+    generation: int
+    step: int
+    key: str
+    detail: str
+
+
 class ErrorReport(_Value, frozen=True, kw_only=True):
     """An exception that ended a rank's training code."""
 
@@ -131,6 +140,8 @@ class ErrorReport(_Value, frozen=True, kw_only=True):
     """The last frames, bounded."""
     permanent: bool = False
     """The same code, spec and data would fail in the same way: no restart can help."""
+    damaged: DamagedStep | None = None
+    """Set where the starting point could not be read: nobody needs to try it again."""
 
 
 class ExitReport(_Value, frozen=True, kw_only=True):

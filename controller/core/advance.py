@@ -187,12 +187,23 @@ def _listed(d: Draft, event: LineageListed) -> None:
             records={**(old.records if old is not None else {}), **event.records},
             hashes={**(old.hashes if old is not None else {}), **event.hashes},
             manifests=event.manifests if old is None or asked_s >= old.listed_s else old.manifests,
+            aside=event.aside if old is None or asked_s >= old.listed_s else old.aside,
             listed_s=asked_s if old is None else max(asked_s, old.listed_s),
         ),
     )
+    _see_to_damage(d, event)
     if d.s.mind is Mind.HOLD_COMMITS:
         d.turn(Turn.STORE_BACK)
     _after_listing(d, event.op)
+
+
+def _see_to_damage(d: Draft, event: LineageListed) -> None:
+    """What is flagged by now, or gone, need not be remembered; of the rest the flag is wanted again."""
+    there = {(m.generation, m.step) for m in event.manifests}
+    left = {at: why for at, why in d.s.damaged.items() if at in there and at not in event.aside}
+    d.set(damaged=left)
+    for at in left:
+        faults.set_aside(d, at)
 
 
 def _after_listing(d: Draft, op: int) -> None:

@@ -114,6 +114,19 @@ class UpdateIncident(_Wanted):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside(_Wanted):
+    """Raise the flag beside a committed step that turned out damaged: no start takes it any more, and it is kept as it is.
+
+    Nobody waits for it. A flag that stands already is no failure; what fails is wanted again after the next listing.
+    """
+
+    token: int
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report(_Wanted):
     """For the log and the journal: what changed in the core's view, in words. Each change is said once."""
 
@@ -133,5 +146,6 @@ Decision = (
     | TellHeld
     | OpenIncident
     | UpdateIncident
+    | SetAside
     | Report
 )

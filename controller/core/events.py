@@ -8,7 +8,7 @@ Every event carries a `cause_id`, given by the shell, that runs on into the deci
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from surefoot.ckpt.record import ManifestRef, Record
 from surefoot.controller.wire import Incident, NodeInfo, NodeStatus, Outcome, PlanPointer
@@ -168,11 +168,13 @@ class RecordUnknown(_Answer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageListed(_Answer):
-    """All records (with the hash of each one's bytes) and all manifests."""
+    """All records (with the hash of each one's bytes), all manifests, and which of these are set aside."""
 
     records: Mapping[int, Record]
     hashes: Mapping[int, str]
     manifests: tuple[ManifestRef, ...]
+    aside: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    """(generation, step) of those that were set aside as damaged, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

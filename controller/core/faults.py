@@ -13,7 +13,7 @@ from dataclasses import replace
 from surefoot.ckpt.errors import LineageError
 from surefoot.ckpt.record import lineage
 from surefoot.controller.core import budget, closing, detectors, forming, incidents, policy, starting
-from surefoot.controller.core.decisions import ProbeNodes, ProbeTarget
+from surefoot.controller.core.decisions import ProbeNodes, ProbeTarget, SetAside
 from surefoot.controller.core.draft import Draft
 from surefoot.controller.core.moves import Mind, Turn
 from surefoot.controller.core.state import (
@@ -23,10 +23,11 @@ from surefoot.controller.core.state import (
     Forming,
     Inquiry,
     Reviewing,
+    StepKey,
     Suspicion,
     SuspicionKind,
 )
-from surefoot.controller.wire import Reason
+from surefoot.controller.wire import DamagedStep, Reason
 from surefoot.exitcodes import ExitCode
 
 DETECTOR_OF: dict[SuspicionKind, str] = {
@@ -179,6 +180,8 @@ def found(d: Draft, fault: Fault) -> None:
             d.put(replace(d.nodes[uid], lost=why))
     if fault.start_at_fault:
         _blame_start(d, fault)
+    if fault.damaged is not None:
+        _note_damage(d, fault.damaged)
     forming_ = Forming(why=_why(d, fault), stage=Reviewing(op=-1, fault=fault), since_s=opened_s)
     d.set(inquiry=None, ending=None, forming=forming_)
     verdict = _budget(d, fault)
@@ -194,14 +197,30 @@ def _blame_start(d: Draft, fault: Fault) -> None:
     d.set(failed_starts={**d.s.failed_starts, key: times})
 
 
+def _note_damage(d: Draft, damaged: DamagedStep) -> None:
+    at = (damaged.generation, damaged.step)
+    if at not in d.s.damaged:
+        d.set(damaged={**d.s.damaged, at: damaged.detail})
+        set_aside(d, at)
+
+
+def set_aside(d: Draft, at: StepKey) -> None:
+    """Have the flag raised beside a step that is known to be damaged."""
+    d.decide(SetAside(token=d.token, generation=at[0], step=at[1], reason=d.s.damaged[at]))
+
+
 def _why(d: Draft, fault: Fault) -> Reason:
     assert d.plan is not None
+    detail = fault.evidence[0] if fault.evidence else fault.rule
+    if fault.kind == "step_damaged" and fault.damaged is not None:
+        # What is wrong with it is told with the choice of another one.
+        detail = f"step {fault.damaged.step} of generation {fault.damaged.generation} turned out damaged"
     return Reason(
         kind="start_failed" if fault.start_at_fault or fault.kind == "start_failed" else "restart",
         cause=fault.cause,
         fault=fault.kind,
         incident=incidents.incident_id(d.plan.generation),
-        detail=fault.evidence[0] if fault.evidence else fault.rule,
+        detail=detail,
         signature=fault.signature,
     )
 

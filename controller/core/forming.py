@@ -3,9 +3,9 @@
 1. Members and starting point are chosen (placement.py, policy.py).
 2. Record 1 + the highest is created. *Taken*: everything is listed again, and the next number is tried. *Unknown*: the same
    record is created again until the number is settled.
-3. The manifests are listed **again**. If one lies on the lineage beyond the starting point, or on one that does not go
-   through it (another run's generation has shown that it ran), and this is no rollback, the number is burnt: no plan ever
-   uses it, and the next record names what was found. So it is where a record above it appeared, or a member was lost
+3. The manifests are listed **again**. If one lies on the lineage beyond the starting point that this record does not leave
+   behind on purpose (a rollback: it is set aside, or fails to load), or on one that does not go through it (another run's
+   generation has shown that it ran), the number is burnt: no plan ever uses it, and the next record names what was found. So it is where a record above it appeared, or a member was lost
    meanwhile.
 4. The plan is published by a transaction on the leader's key. *Refused*: this controller leads no longer. *Unknown*: the key
    is read back, and published again if it is not there.
@@ -73,14 +73,16 @@ def ran(d: Draft) -> int:
 
 
 def committed_step(d: Draft) -> int:
-    """The last step on the lineage, as last listed; 0 where nothing is, or where the records contradict each other."""
+    """The last step on the lineage that is not set aside, as last listed; 0 where there is none, or where the records contradict
+    each other."""
     if d.s.truth is None:
         return 0
+    aside = starting.set_aside(d.s)
     try:
         found = lineage(d.s.truth.records, d.s.truth.manifests, ran(d))
     except LineageError:
         return 0
-    return found[-1].step if found else 0
+    return max((m.step for m in found if (m.generation, m.step) not in aside), default=0)
 
 
 # ---------------------------------------------------------------- choosing
@@ -105,7 +107,13 @@ def choose(d: Draft) -> None:
         return
     try:
         start = starting.choose_start(
-            d.s.settings, placed.members, d.nodes, truth, ran=ran(d), failed=d.s.failed_starts
+            d.s.settings,
+            placed.members,
+            d.nodes,
+            truth,
+            ran=ran(d),
+            failed=d.s.failed_starts,
+            avoided=starting.passed_over(d.s),
         )
     except LineageError as e:
         closing.hold(d, str(e))
@@ -240,6 +248,8 @@ def _plan(d: Draft, generation: int, placed: Placement, start: starting.Start) -
     why = d.s.forming.why
     if why.kind == "restart" and placed.replaced:
         why = msgspec.structs.replace(why, kind="replace")
+    if start.passed_over:
+        why = msgspec.structs.replace(why, detail="; ".join(filter(None, (why.detail, *start.passed_over))))
     return Plan(
         job=settings.job,
         run_id=settings.run_id,
@@ -313,12 +323,17 @@ def _why_burnt(d: Draft, stage: CheckingRecord) -> str | None:
     assert truth is not None
     if truth.top > record.generation:
         return f"record {truth.top} appeared above it"
-    if not record.rollback and (left := starting.left_behind(truth, record.start, ran=ran(d))) is not None:
+    avoided = starting.passed_over(d.s) if record.rollback else {}
+    left = starting.left_behind(truth, record.start, ran=ran(d), avoided=avoided)
+    if left is not None:
         return left
     return _why_not_viable(d, stage.plan)
 
 
 def _why_not_viable(d: Draft, plan: Plan) -> str | None:
+    start = (plan.start.generation, plan.start.step)
+    if plan.start.tier == "object_store" and (why := starting.passed_over(d.s).get(start)) is not None:
+        return f"its starting point is {why}"
     for member in plan.members:
         node = d.nodes.get(member.uid)
         if node is None or node.lost or not node.registered or node.incarnation != member.incarnation:

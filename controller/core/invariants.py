@@ -18,13 +18,14 @@ from surefoot.controller.core.decisions import (
     Decision,
     OpenIncident,
     PublishPlan,
+    SetAside,
     StepDown,
     TellHeld,
     UpdateIncident,
     WriteOutcome,
 )
 from surefoot.controller.core.moves import FINAL, Mind
-from surefoot.controller.core.starting import left_behind, newer_run, newest_that_ran
+from surefoot.controller.core.starting import left_behind, newer_run, newest_that_ran, passed_over
 from surefoot.controller.core.state import CheckingRecord, State
 from surefoot.controller.wire import Plan, PlanPointer
 
@@ -74,9 +75,9 @@ def only_the_leader_decides(after: State, before: State, decisions: list[Decisio
     """INV-04: whatever changes etcd bears the token under which this controller leads."""
     broken: list[str] = []
     for decision in decisions:
-        if isinstance(decision, PublishPlan | WriteOutcome | TellHeld | OpenIncident | UpdateIncident) and (
-            decision.token not in (after.token, before.token)
-        ):
+        if isinstance(
+            decision, PublishPlan | WriteOutcome | TellHeld | OpenIncident | UpdateIncident | SetAside
+        ) and (decision.token not in (after.token, before.token)):
             broken.append(
                 f"INV-04: {type(decision).__name__} under token {decision.token}, not {after.token}"
             )
@@ -132,10 +133,11 @@ def published_after_the_second_listing(before: State, after: State, decisions: l
 def _nothing_beyond(before: State, after: State, record: Record) -> list[str]:
     stage = before.forming.stage if before.forming is not None else None
     first_time = isinstance(stage, CheckingRecord) and stage.record.generation == record.generation
-    if not first_time or record.rollback or after.truth is None:
+    if not first_time or after.truth is None:
         return []
     ran = newest_that_ran(after.truth, after.pointer, after.nodes)
-    left = left_behind(after.truth, record.start, ran=ran)
+    avoided = passed_over(after) if record.rollback else {}
+    left = left_behind(after.truth, record.start, ran=ran, avoided=avoided)
     return [f"INV-03: plan {record.generation} is published although {left}"] if left is not None else []
 
 
@@ -202,7 +204,8 @@ def layout_is_sound(plan: Plan) -> list[str]:
 
 
 def start_is_sound(after: State, record: Record, plan: Plan) -> list[str]:
-    """INV-12: the starting point is on the lineage; from memory, every rank has a source that is not known to be lost."""
+    """INV-12: the starting point is on the lineage; from memory, every rank has a source that is not known to be lost; from the
+    object store, it is not known to be damaged."""
     assert after.truth is not None
     broken: list[str] = []
     start = plan.start
@@ -222,6 +225,8 @@ def start_is_sound(after: State, record: Record, plan: Plan) -> list[str]:
                 (m.generation, m.step) == (start.generation, start.step) for m in after.truth.manifests
             ):
                 broken.append(f"INV-12: there is no manifest of ({start.generation}, {start.step})")
+            if (start.generation, start.step) in passed_over(after):
+                broken.append(f"INV-12: ({start.generation}, {start.step}) is set aside")
         case "nothing":
             if (start.generation, start.step) != (0, 0):
                 broken.append("INV-12: nothing is restored, yet the start is not the beginning")

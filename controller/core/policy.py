@@ -9,7 +9,8 @@ the last call (15 s), after which it counts as lost.
 1. a lost member: ``node_loss``, infrastructure;
 2. a silent member, while something else stopped the generation: wait for its fate, it may be the cause;
 3. a rank ended by a signal: ``rank_exit``. A collective error of another rank is an effect of that;
-4. a rank that raised, or exited without a word: ``rank_exception``, ``rank_exit``; an exit with 0 before the end is one;
+4. a rank found the committed step that it was to restore damaged: ``step_damaged``, infrastructure; then one that raised, or
+   exited without a word: ``rank_exception``, ``rank_exit``; an exit with 0 before the end is one;
 5. a member that cannot start its ranks: ``start_failed``;
 6. only collective errors: wait 0.5 s for what began them, ask everybody once more, then ``collective``, infrastructure: a
    link, or a cause that nobody reported. No rank is blamed;
@@ -21,7 +22,7 @@ the last call (15 s), after which it counts as lost.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from surefoot.controller.core import budget, detectors
@@ -165,10 +166,12 @@ def _read(report: ExitReport) -> tuple[Role, str, Cause, int]:
         return Role.CASCADE, "collective", "infrastructure", 8
     if report.signal is not None:
         return Role.INITIATING, "rank_exit", _account_of_signal(report.signal), 0
+    if error is not None and error.damaged is not None:
+        return Role.INITIATING, "step_damaged", "infrastructure", 1
     if error is not None:
         cause: Cause = "infrastructure" if error.kind == "checkpoint" else "workload"
-        return Role.INITIATING, "rank_exception", cause, 1
-    return Role.INITIATING, "rank_exit", "workload", 2
+        return Role.INITIATING, "rank_exception", cause, 2
+    return Role.INITIATING, "rank_exit", "workload", 3
 
 
 def _account_of_signal(number: int) -> Cause:
@@ -247,8 +250,21 @@ def _answered_s(at: Situation, uids: Collection[str]) -> float:
 
 
 def _conclude(at: Situation, lost: Mapping[str, str]) -> Diagnosis:
-    """Every fate is known: apply the rules in order."""
+    """Every fate is known. That a step is damaged stays true whatever else struck: it is told with any fault."""
     readings = [r for r in read_exits(at.plan, at.nodes) if r.role is not Role.TEARDOWN]
+    verdict = _by_the_rules(at, lost, readings)
+    errors = (r.rank.exit.error for r in readings if r.rank.exit is not None)
+    damaged = next((e.damaged for e in errors if e is not None and e.damaged is not None), None)
+    if damaged is None or not isinstance(verdict, Fault):
+        return verdict
+    words = (
+        f"step {damaged.step} of generation {damaged.generation} is damaged: {damaged.key}: {damaged.detail}"
+    )
+    return replace(verdict, damaged=damaged, evidence=(words, *verdict.evidence))
+
+
+def _by_the_rules(at: Situation, lost: Mapping[str, str], readings: Sequence[Reading]) -> Diagnosis:
+    """Apply the rules in order."""
     began = sorted((r for r in readings if r.role is Role.INITIATING), key=lambda r: (r.weight, r.rank.rank))
     evidence = tuple(r.words for r in (*began, *(r for r in readings if r.role is Role.CASCADE)))
     if lost:
@@ -303,7 +319,9 @@ def _rank_end(at: Situation, reading: Reading, evidence: Sequence[str]) -> Fault
         rank=rank.rank,
         step=rank.step,
         evidence=tuple(evidence),
-        rule="a rank ended by itself or by a signal is initiating; communication errors of others are its effects",
+        rule="a committed step that turns out damaged is set aside, and the next record names the one before"
+        if reading.fault == "step_damaged"
+        else "a rank ended by itself or by a signal is initiating; communication errors of others are its effects",
         signature=words if reading.cause == "workload" else "",
         start_at_fault=loading,
         permanent=error is not None and error.permanent,

@@ -2,9 +2,9 @@
 
 The newest state on the lineage that can be had: a snapshot of which every rank's part is on a living node (its own copy
 first, else a replica), unless a manifest is newer; else that manifest; else the beginning. At the same step memory wins:
-it is the same state, and nearer. What could not be served before is left out; where that makes a start older than what is
-committed, the record says so (a rollback), and where nothing that is committed can be loaded, nothing is started: the
-beginning is no substitute for a checkpoint.
+it is the same state, and nearer. What is set aside as damaged, or could not be served before, is left out; where that makes
+a start older than what is committed, the record says so (a rollback, and why), and where nothing that is committed can be
+loaded, nothing is started: the beginning is no substitute for a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from surefoot.ckpt.record import ManifestRef, Record, StartRef, beyond, lineage, on_lineage
 from surefoot.controller.core import budget
 from surefoot.controller.core.settings import START_TRIES, Settings
-from surefoot.controller.core.state import KnownNode, StartKey, Truth
+from surefoot.controller.core.state import KnownNode, StartKey, State, StepKey, Truth
 from surefoot.controller.wire import Member, NodeStatus, PlanPointer, SnapshotSource, StartingPoint
 
 
@@ -39,6 +39,8 @@ class Start:
     sources: tuple[SnapshotSource, ...] = ()
     rollback: bool = False
     """It leaves committed steps behind, because what is newer could not be served."""
+    passed_over: tuple[str, ...] = ()
+    """Which steps these are, and why, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,21 @@ def start_key(point: StartingPoint) -> StartKey:
     return (point.generation, point.step, point.tier)
 
 
+def passed_over(state: State) -> dict[StepKey, str]:
+    """The committed steps that no generation is to start from, and why: set aside as damaged, or failed to load lately."""
+    failed = {
+        (generation, step): f"{times} starts from it failed"
+        for (generation, step, tier), times in state.failed_starts.items()
+        if tier == "object_store" and times >= START_TRIES
+    }
+    return {**failed, **{at: f"set aside as damaged: {why}" for at, why in set_aside(state).items()}}
+
+
+def set_aside(state: State) -> dict[StepKey, str]:
+    """The committed steps that are known to be damaged, flagged or not yet, and why."""
+    return {**(state.truth.aside if state.truth is not None else {}), **state.damaged}
+
+
 def choose_start(
     settings: Settings,
     members: Sequence[Member],
@@ -61,43 +78,47 @@ def choose_start(
     *,
     ran: int,
     failed: Mapping[StartKey, int],
+    avoided: Mapping[StepKey, str],
 ) -> Start | NoStart:
     """Choose by the rule in the module.
 
     Args:
         ran: the newest generation that was in force; its lineage counts.
         failed: how often starting points could not be served lately.
+        avoided: what `passed_over` says.
 
     Raises:
         LineageError: the records contradict each other.
     """
     committed = lineage(truth.records, truth.manifests, ran)
-    usable = [m for m in committed if failed.get((m.generation, m.step, "object_store"), 0) < START_TRIES]
+    usable = [m for m in committed if (m.generation, m.step) not in avoided]
     newest = usable[-1] if usable else None
     memory = _newest_in_memory(settings, members, nodes, truth, ran=ran, failed=failed)
     if memory is not None and (newest is None or memory.point.step >= newest.step):
-        return _marked(memory, committed)
+        return _marked(memory, committed, avoided)
     if newest is not None:
         point = StartingPoint(generation=newest.generation, step=newest.step, tier="object_store")
-        return _marked(Start(point=point), committed)
+        return _marked(Start(point=point), committed, avoided)
     if committed:
-        return NoStart(detail=_none_loads(committed, failed))
+        return NoStart(detail=_none_loads(committed, avoided))
     return Start(point=StartingPoint())
 
 
-def _none_loads(committed: Sequence[ManifestRef], failed: Mapping[StartKey, int]) -> str:
+def _none_loads(committed: Sequence[ManifestRef], avoided: Mapping[StepKey, str]) -> str:
     """Rollbacks have taken the newer ones off the lineage by now: those that were tried are told of as well."""
-    tried = {step for _, step, tier in failed if tier == "object_store"} | {m.step for m in committed}
+    tried = {step for _, step in avoided} | {m.step for m in committed}
     steps = ", ".join(map(str, sorted(tried)))
+    last = committed[-1]
     return (
-        f"none of the committed steps ({steps}) could be loaded: `surefoot ckpt verify ROOT --step N` names what is damaged;"
-        " put that back, or train into another root"
+        f"none of the committed steps ({steps}) could be loaded (step {last.step}: {avoided[last.generation, last.step]}):"
+        " `surefoot ckpt verify ROOT STEP` names what is damaged; put that back and verify it again, or train into another root"
     )
 
 
-def _marked(start: Start, committed: Sequence[ManifestRef]) -> Start:
-    rollback = any(m.step > start.point.step for m in committed)
-    return Start(point=start.point, sources=start.sources, rollback=rollback)
+def _marked(start: Start, committed: Sequence[ManifestRef], avoided: Mapping[StepKey, str]) -> Start:
+    left = [m for m in committed if m.step > start.point.step]
+    words = (f"step {m.step} is passed over: {avoided[m.generation, m.step]}" for m in reversed(left))
+    return Start(point=start.point, sources=start.sources, rollback=bool(left), passed_over=tuple(words))
 
 
 def _newest_in_memory(
@@ -168,19 +189,23 @@ def _sources(members: Sequence[Member], copies: Copies) -> tuple[SnapshotSource,
 # ---------------------------------------------------------------- the second listing
 
 
-def left_behind(truth: Truth, start: StartRef, *, ran: int) -> str | None:
+def left_behind(
+    truth: Truth, start: StartRef, *, ran: int, avoided: Mapping[StepKey, str] | None = None
+) -> str | None:
     """What a new generation from `start` would leave behind, in words; None where it is nothing.
 
     Args:
         truth: listed after the record of the new generation was created.
         ran: the newest generation that was in force, by the same listing: another run's may have shown only now that it ran.
+        avoided: of a rollback, the steps that it leaves behind on purpose.
 
     Raises:
         LineageError: the records contradict each other.
     """
     if ran and not on_lineage(truth.records, ran, start.generation, start.step):
         return f"generation {ran} was in force, and does not descend from its starting point"
-    late = beyond(truth.records, truth.manifests, start, in_force=ran or None)
+    beyond_it = beyond(truth.records, truth.manifests, start, in_force=ran or None)
+    late = [m for m in beyond_it if (m.generation, m.step) not in (avoided or {})]
     if late:
         return f"step {late[-1].step} of generation {late[-1].generation} was committed beyond its starting point"
     return None

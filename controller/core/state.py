@@ -21,6 +21,7 @@ from surefoot.controller.core.moves import Mind
 from surefoot.controller.core.settings import Settings
 from surefoot.controller.wire import (
     Cause,
+    DamagedStep,
     Incident,
     NodeInfo,
     NodeStatus,
@@ -99,6 +100,9 @@ class KnownNode:
 
 # ---------------------------------------------------------------- what the stores hold
 
+StepKey = tuple[int, int]
+"""(generation, step) of a manifest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
@@ -108,6 +112,8 @@ class Truth:
     hashes: Mapping[int, str]
     manifests: tuple[ManifestRef, ...]
     listed_s: float
+    aside: Mapping[StepKey, str] = field(default_factory=dict[tuple[int, int], str])
+    """Manifests that are flagged as damaged, and why."""
 
     @property
     def top(self) -> int:
@@ -204,6 +210,8 @@ class Fault:
     """… and trying it again is pointless."""
     permanent: bool = False
     """No restart can help: the spec, the training code or the data has to be mended."""
+    damaged: DamagedStep | None = None
+    """A committed step that a rank could not restore because its objects are damaged."""
 
 
 # ---------------------------------------------------------------- forming
@@ -371,6 +379,8 @@ class State:
     """What a step usually takes, of steps past the warm-up."""
     failed_starts: Mapping[StartKey, int] = field(default_factory=dict[StartKey, int])
     """Starting points that could not be served since a generation last came up, and how often."""
+    damaged: Mapping[StepKey, str] = field(default_factory=dict[StepKey, str])
+    """Committed steps that ranks found damaged, and why, until a listing shows them as set aside."""
     tracked: Tracked | None = None
     ending: Ending | None = None
     the_end: TheEnd | None = None

@@ -220,6 +220,9 @@ class World:
         self.records: dict[int, Record] = beside.records if beside is not None else {}
         self.manifests: dict[tuple[int, int], ManifestRef] = beside.manifests if beside is not None else {}
         self.acked: list[tuple[int, int]] = beside.acked if beside is not None else []
+        self.damaged: set[tuple[int, int]] = beside.damaged if beside is not None else set()
+        """Manifests whose objects cannot be read."""
+        self.aside: dict[tuple[int, int], str] = beside.aside if beside is not None else {}
         self.ledger = invariants.Ledger()
         if beside is not None:
             self.ledger.records = beside.ledger.records
@@ -357,6 +360,10 @@ class World:
                 return [(ev.PlanRead(op=op, pointer=self.pointer, revision=self.pointer_revision), delay_s)]
             case dec.WriteOutcome():
                 return [(self._end(decision), delay_s)]
+            case dec.SetAside(generation=generation, step=step, reason=reason):
+                if self.objects_up and not self.chance(0.3):
+                    self.aside.setdefault((generation, step), reason)
+                return []
             case _:
                 return []
 
@@ -380,6 +387,7 @@ class World:
             records=dict(self.records),
             hashes={g: wire.digest(encode_record(r)) for g, r in self.records.items()},
             manifests=tuple(sorted(self.manifests.values())),
+            aside=dict(self.aside),
         )
 
     def _create(self, decision: dec.CreateRecord) -> ev.Event:
@@ -490,6 +498,20 @@ class World:
                 r: wire.RankStatus(rank=r, pid=1, phase="step", step=plan.start.step + 1, phase_age_s=0.0)
                 for r in range(member.first_rank, member.first_rank + member.ranks)
             }
+            self._restore(agent, plan.start)
+
+    def _restore(self, agent: Agent, start: wire.StartingPoint) -> None:
+        """All ranks find a damaged step damaged, and end."""
+        at = (start.generation, start.step)
+        if start.tier != "object_store" or at not in self.damaged:
+            return
+        damaged = wire.DamagedStep(generation=at[0], step=at[1], key="r0", detail="one bit")
+        error = wire.ErrorReport(kind="checkpoint", type="E", message="m", damaged=damaged)
+        report = wire.ExitReport(code=1, error=error)
+        agent.ranks = {
+            r: msgspec.structs.replace(s, phase="restore", step=start.step, exit=report)
+            for r, s in agent.ranks.items()
+        }
 
     def _has(self, source: wire.SnapshotSource, plan: wire.Plan) -> bool:
         point = (plan.start.generation, plan.start.step, source.rank)
@@ -597,6 +619,7 @@ class World:
             "objects_away": (8, self._objects_away),
             "revoke_leases": (3, self._revoke_leases),
             "wipe_memory": (100 if self.racy else 15, self._wipe_memory),
+            "damage_step": (40 if self.racy else 12, self._damage_step),
         }
         names = list(kinds)
         name = self.rng.choices(names, [kinds[n][0] for n in names])[0]
@@ -699,6 +722,20 @@ class World:
             agent.snapshots.clear()
         return "all"
 
+    def _damage_step(self) -> Any:
+        """One of the newest steps turns out damaged: a start finds it so, or `ckpt verify` does while ranks train on. Mostly memory
+        is lost with it; another step is always left to start from."""
+        line = [at for at in self.lineage() if at not in self.damaged]
+        if len(line) < 2:
+            return None
+        at = self.rng.choice(line[-2:])
+        self.damaged.add(at)
+        if self.objects_up and self.rng.random() < 0.3:
+            self.aside.setdefault(at, "verified")
+        if self.rng.random() < 0.7:
+            self._wipe_memory()
+        return at
+
     def _wake(self, controller: Controller, life: int) -> None:
         if not controller.alive or controller.life != life:
             return
@@ -757,7 +794,7 @@ class World:
         if self.outcome is None:
             states = [(c.name, c.state.mind.name, c.state.leads) for c in self.controllers]
             self.breaks([f"INV-19: the job did not end: {states}"])
-        lost = [a for a in self.acked if a not in self.lineage()]
+        lost = [a for a in self.acked if a not in self.lineage() and a not in self.damaged]
         if lost:
             self.breaks([f"INV-03: acknowledged and off the lineage of {self.head}: {lost}"])
         for controller in self.controllers:

@@ -19,7 +19,7 @@ import surefoot
 
 SOURCE = Path(surefoot.__file__).parent
 
-SHARED = ("failpoint", "history", "marks", "exitcodes", "tether")
+SHARED = ("command", "failpoint", "history", "marks", "exitcodes", "tether")
 """All may import these; they import none of ours beyond each other."""
 
 CKPT_FOR_ALL = ("ckpt.manifest", "ckpt.record", "ckpt.store", "ckpt.errors")
@@ -34,7 +34,7 @@ CONTROLLER_FOR_AGENTS = (
 BORDERS: dict[str, tuple[str, ...]] = {
     "ckpt": (),
     "loader": (),
-    "controller": CKPT_FOR_ALL,
+    "controller": (*CKPT_FOR_ALL, "ckpt.control"),
     "agent": (*CKPT_FOR_ALL, "ckpt.tiers", *CONTROLLER_FOR_AGENTS),
     "agent.session": (*CKPT_FOR_ALL, "ckpt.tiers", *CONTROLLER_FOR_AGENTS, "loader", "loader.client"),
     "examples": ("agent", "loader"),
@@ -120,7 +120,7 @@ DOORS: dict[str, tuple[str, ...]] = {
     "etcd3": ("controller.etcdstore",),
     "grpc": ("controller.etcdstore",),
     "rich": ("controller.cli", "controller.view", "ckpt.tools.tables", "chaos.demo"),
-    "typer": ("controller.cli", "ckpt.tools.cli", "chaos.cli"),
+    "typer": ("command", "controller.cli", "ckpt.tools.cli"),
     "s3fs": ("ckpt.objects.s3session",),
     "botocore": ("ckpt.objects.s3errors",),
     "fsspec": ("ckpt", "loader.source", "chaos"),

@@ -18,12 +18,14 @@ from surefoot.agent.failures import (
     CommitGivenUpError,
     DataEndedError,
     RanksDisagreeError,
+    StartDamagedError,
     StartupError,
+    report,
 )
 from surefoot.agent.link import AgentNews
 from surefoot.agent.steps import Limits, LoopFacts, StepLoop, attempt_due
 from surefoot.agent.tracing import Tracer
-from surefoot.ckpt.errors import DamagedError, ImageError, SlotTooSmallError
+from surefoot.ckpt.errors import DamagedError, ImageError, SlotTooSmallError, StepMissingError
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.controller.wire import (
     CommittedMsg,
@@ -403,11 +405,35 @@ def test_a_damaged_tier_is_never_made_up_for_by_another(tmp_path: Path, start: S
             bench.stager.restore = restore
         else:
             bench.loop.restore_committed = restore
-        wrong = (ImageError, DamagedError) if restored is None else StartupError
+        wrong = (ImageError, StartDamagedError) if restored is None else StartupError
         with pytest.raises(wrong):
             bench.run()
         assert bench.loop.data.state_dict() == before
         assert not bench.committed_calls, "no other tier was asked"
+
+
+@pytest.mark.parametrize(
+    ("error", "key"),
+    [
+        (DamagedError("rank 1: r1: block 0 differs " + "x" * 1000, key="r1"), "r1"),
+        (StepMissingError("there is none"), "gen-0003/step-0000000010/manifest.json"),
+    ],
+)
+def test_a_damaged_step_is_told_by_name(tmp_path: Path, error: Exception, key: str) -> None:
+    """Generation, step and object, for the controller; in few words, since all ranks of a node say it."""
+    bench = Bench(tmp_path, start=STORE)
+
+    def restore(*_: Any) -> FakeRestored:
+        raise error
+
+    bench.loop.restore_committed = restore
+    with pytest.raises(StartDamagedError, match="step 10 of generation 3 cannot be restored") as raised:
+        bench.run()
+    told = report(raised.value, area="checkpoint", first_step_begun=False)
+    assert told.kind == "checkpoint"
+    assert told.damaged is not None
+    assert (told.damaged.generation, told.damaged.step, told.damaged.key) == (3, 10, key)
+    assert told.damaged.detail == str(error)[:500]
 
 
 def test_all_ranks_must_have_restored_the_same(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Bench:
         self.nodes: dict[str, ToyNode] = {}
         self.records: dict[int, Record] = {}
         self.manifests: list[ManifestRef] = []
+        self.aside: dict[tuple[int, int], str] = {}
         self.pointer: wire.PlanPointer | None = None
         self.outcome: wire.Outcome | None = None
         self.incidents: dict[str, wire.Incident] = {}
@@ -164,6 +165,9 @@ class Bench:
                 return [ev.PlanPublished(op=op, generation=pointer.generation, revision=self.revision)]
             case dec.ReadPlan(op=op):
                 return [ev.PlanRead(op=op, pointer=self.pointer, revision=self.revision)]
+            case dec.SetAside(generation=generation, step=step, reason=reason):
+                self.aside.setdefault((generation, step), reason)
+                return []
             case dec.TellHeld(reason=reason):
                 self.held = reason
                 return []
@@ -191,6 +195,7 @@ class Bench:
             records=dict(self.records),
             hashes={g: wire.digest(encode_record(r)) for g, r in self.records.items()},
             manifests=tuple(sorted(self.manifests)),
+            aside=dict(self.aside),
         )
 
     def world(self) -> ev.WorldListed:

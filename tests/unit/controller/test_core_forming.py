@@ -480,6 +480,181 @@ def test_manifest_that_cannot_be_loaded_is_left_behind(bench: Any, committed: An
     assert "surefoot ckpt verify" in bench.outcome.reason
 
 
+# ---------------------------------------------------------------- steps that turn out damaged
+
+WHY = "gen-0001/step-0000000020/a/r00001-0.safetensors: block 0 has another checksum"
+
+
+def without_memory(bench: Any, committed: Any, *steps: int) -> None:
+    """Generation 1 has committed these steps, all node memory is lost, and generation 2 starts from the newest."""
+    bench.running(step=3)
+    bench.manifests += [committed(1, step) for step in steps]
+    lose_memory(bench)
+
+
+def lose_memory(bench: Any) -> None:
+    for node in bench.nodes.values():
+        node.snapshots.clear()
+    kill(bench)
+    bench.perform()
+
+
+def find_damage(bench: Any, *, leave: tuple[type[Any], ...] = ()) -> None:
+    """All ranks find the step that they are to restore damaged, as `restore_committed` tells all of them."""
+    start = bench.plan.start
+    bench.follow(phase="restore", step=start.step)
+    damaged = wire.DamagedStep(
+        generation=start.generation, step=start.step, key=WHY.partition(":")[0], detail=WHY
+    )
+    error = wire.ErrorReport(kind="checkpoint", type="StartDamagedError", message="m", damaged=damaged)
+    for rank in range(4):
+        bench.rank(rank, exit=wire.ExitReport(code=1, error=error))
+    for uid in bench.nodes:
+        bench.report(uid)
+    bench.perform(leave=leave)
+
+
+def test_a_damaged_step_is_set_aside_at_once_and_the_one_before_is_named(bench: Any, committed: Any) -> None:
+    without_memory(bench, committed, 10, 20)
+    assert bench.plan.start.step == 20
+    find_damage(bench)
+    plan, record = bench.plan, bench.records[3]
+    assert (plan.generation, plan.start.step, plan.start.tier, record.rollback) == (
+        3,
+        10,
+        "object_store",
+        True,
+    )
+    assert (plan.reason.kind, plan.reason.cause, plan.reason.fault) == (
+        "start_failed",
+        "infrastructure",
+        "step_damaged",
+    )
+    assert (
+        "step 20 of generation 1 turned out damaged; step 20 is passed over: set aside as damaged: " + WHY
+        in (record.reason)
+    )
+    incident = bench.incidents["inc-0002"]
+    assert incident.fault == "step_damaged"
+    assert incident.evidence[0].startswith("step 20 of generation 1 is damaged: gen-0001/step-0000000020/")
+    assert "set aside" in incident.rule
+    assert bench.aside == {(1, 20): WHY}
+    bench.follow()
+    assert bench.mind is Mind.RUNNING
+    lose_memory(bench)
+    assert bench.plan.start.step == 10  # it is not tried again later on
+
+
+def test_damage_is_told_even_where_something_else_struck_first(bench: Any, committed: Any) -> None:
+    """A node is lost while the others have found the damage: the next record answers both."""
+    without_memory(bench, committed, 10, 20)
+    bench.appear("n2")
+    bench.nodes["n1"].answer = "refuses"
+    find_damage(bench)
+    assert (bench.plan.reason.fault, bench.plan.start.step) == ("node_loss", 10)
+    assert "step 20 is passed over" in bench.plan.reason.detail
+    assert bench.aside == {(1, 20): WHY}
+
+
+def test_a_fresh_controller_never_starts_from_what_is_set_aside(bench: Any, committed: Any) -> None:
+    """It reads the flags with the first listing; the record says what it passed over."""
+    without_memory(bench, committed, 10, 20)
+    bench.pointer, bench.aside = None, {(1, 20): WHY}
+    bench.nodes.clear()
+    successor = bench.other("b")
+    successor.lead(token=99)
+    successor.appear("n0", "n1", incarnation="new")
+    assert successor.plan.start.step == 10
+    assert WHY in bench.records[successor.plan.generation].reason
+    assert bench.records[successor.plan.generation].rollback
+
+
+def test_the_flag_is_wanted_until_it_stands(bench: Any, committed: Any) -> None:
+    """The object store takes it late: with each listing that does not show it, it is wanted again; the choice does not wait."""
+    without_memory(bench, committed, 10, 20)
+    find_damage(bench, leave=(dec.SetAside,))
+    assert bench.plan.start.step == 10
+    wanted = [w for w in bench.wanted if isinstance(w, dec.SetAside)]
+    assert {(w.generation, w.step, w.reason) for w in wanted} == {(1, 20, WHY)}
+    bench.wanted.clear()
+    bench.follow()
+    bench.tick(16.0)
+    assert bench.aside == {(1, 20): WHY}
+    bench.history.clear()
+    bench.tick(16.0)
+    bench.tick(16.0)
+    assert bench.decided(dec.ListLineage) != []
+    assert bench.decided(dec.SetAside) == []
+
+
+def test_whoever_brings_a_step_back_has_it_back(bench: Any, committed: Any) -> None:
+    """`ckpt verify` lowers the flag of a step whose bytes are whole again."""
+    bench.running(step=3)
+    bench.manifests += [committed(1, 10), committed(1, 20)]
+    bench.aside[1, 20] = WHY
+    bench.tick(16.0)
+    bench.follow()
+    assert bench.state.truth.aside == {(1, 20): WHY}
+    bench.aside.clear()
+    lose_memory(bench)
+    assert (bench.plan.generation, bench.plan.start.step) == (2, 20)
+
+
+def test_what_is_committed_beyond_a_rollback_burns_its_number(bench: Any, committed: Any) -> None:
+    """Step 20 is left behind on purpose; step 30, which appears before the record does, may be acknowledged already."""
+    bench.running(step=3)
+    bench.manifests += [committed(1, 10), committed(1, 20)]
+    bench.aside[1, 20] = WHY
+    for node in bench.nodes.values():
+        node.snapshots.clear()
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    create = bench.take(dec.CreateRecord)
+    assert (create.record.start.step, create.record.rollback) == (10, True)
+    bench.manifests.append(committed(1, 30))
+    bench.send(bench.create(create.op, create.record))
+    bench.perform()
+    assert (bench.plan.generation, bench.plan.start.step) == (3, 30)
+    assert not bench.records[3].rollback
+
+
+def test_a_start_that_is_flagged_before_its_plan_stands_is_burnt(bench: Any, committed: Any) -> None:
+    bench.running(step=3)
+    bench.manifests += [committed(1, 10), committed(1, 20)]
+    for node in bench.nodes.values():
+        node.snapshots.clear()
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    create = bench.take(dec.CreateRecord)
+    bench.aside[1, 20] = WHY
+    bench.send(bench.create(create.op, create.record))
+    bench.perform()
+    assert (bench.plan.generation, bench.plan.start.step) == (3, 10)
+
+
+def test_where_every_step_is_damaged_the_end_says_what_is(bench: Any, committed: Any) -> None:
+    without_memory(bench, committed, 20)
+    find_damage(bench)
+    assert bench.mind is Mind.FAILED
+    assert bench.outcome.exit_code == 4
+    assert WHY in bench.outcome.reason
+    assert "surefoot ckpt verify" in bench.outcome.reason
+
+
+def test_a_job_whose_last_checkpoint_is_damaged_is_not_done(
+    bench: Any, committed: Any, make_bench: Any
+) -> None:
+    """Run again: it goes on from the step before, and commits the last one anew."""
+    bench.running(step=3)
+    again = make_bench(run_id="run2")
+    again.records = bench.records
+    again.manifests = [committed(1, 40), committed(1, 60)]
+    again.aside = {(1, 60): WHY}
+    again.lead()
+    again.appear("n0", "n1")
+    assert (again.plan.start.step, again.plan.reason.kind) == (40, "resume")
+
+
 # ---------------------------------------------------------------- budgets
 
 

@@ -197,7 +197,7 @@ def truth(records: dict[int, Record], manifests: Any = ()) -> Truth:
 
 def choose(nodes: dict[str, KnownNode], what: Truth, ran: int, failed: Any = None) -> Any:
     members = plan_of(9, "n0", "n1").members
-    return starting.choose_start(SETTINGS, members, nodes, what, ran=ran, failed=failed or {})
+    return starting.choose_start(SETTINGS, members, nodes, what, ran=ran, failed=failed or {}, avoided={})
 
 
 def test_incomplete_snapshot_is_none() -> None:
@@ -283,6 +283,17 @@ def test_plan_without_a_second_listing(bench: Any, committed: Any) -> None:
     after = dataclasses.replace(before, truth=listed)
     publish = dec.PublishPlan(op=9, token=before.token, pointer=before.forming.stage.pointer)
     assert any("INV-03" in b for b in invariants.check(before, after, [publish]))
+
+
+def test_start_from_what_is_set_aside(bench: Any, committed: Any) -> None:
+    bench.running(step=8)
+    held = dataclasses.replace(truth(bench.records, [committed(1, 5)]), aside={(1, 5): "damaged"})
+    state = dataclasses.replace(bench.state, truth=held)
+    plan = plan_of(2, "n0", "n1")
+    start = wire.StartingPoint(generation=1, step=5, tier="object_store")
+    plan = msgspec.structs.replace(plan, start=start)
+    broken = invariants.start_is_sound(state, record(2, (1, 5)), plan)
+    assert broken == ["INV-12: (1, 5) is set aside"]
 
 
 def test_record_over_budget(bench: Any) -> None:
