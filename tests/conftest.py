@@ -24,8 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch asks the DNS for a name of ::ffff:127.0.0.1 at every connection to a TCPStore. Where the answer is lost, and it often is
 # when several ranks ask at once, that takes 5 s by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# Two cores are shared by whatever runs: a slow example is no failure, and pytest-timeout ends one that hangs.
-settings.register_profile("surefoot", deadline=None)
+# Two cores are shared by whatever runs: a slow example is no failure, and pytest-timeout ends one that hangs. A failure
+# prints what replays it.
+settings.register_profile("surefoot", deadline=None, print_blob=True)
 settings.load_profile("surefoot")
 # A shell ignores SIGINT for what it starts in the background, and children inherit that: tests of Ctrl-C would find
 # processes that are deaf to it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,13 +20,14 @@ from surefoot.ckpt.live.leaves import Leaf, leaf_of
 from surefoot.ckpt.live.optimizers import optimizer_values
 from surefoot.ckpt.live.walking import (
     Entry,
-    Owner,
     Owners,
+    Shared,
     entries,
     extra_states,
     identity,
+    in_order,
     is_stateful,
-    module_tensors,
+    shared_tensors,
     state_access,
 )
 from surefoot.ckpt.live.wrapped import is_wrapped, unwrap
@@ -54,8 +55,9 @@ def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
     Raises StateError naming the entry that cannot be stored, or two that have the same name.
     """
     with torch.no_grad():
-        walk = _Walk()
-        for entry in entries(state, rank):
+        found = in_order(entries(state, rank))
+        walk = _Walk(found)
+        for entry in found:
             walk.add(entry)
         for name, optimizer in walk.found.optimizers.items():
             walk.add_optimizer(name, optimizer)
@@ -63,22 +65,24 @@ def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        """Add the tensors of modules and of the state itself: what else refers to one of them does so by its name there."""
         self.found = Collected()
-        self._names: dict[Any, str] = {}
         self._owners = Owners()
-        self._alive: list[Any] = []
+        shared = shared_tensors(entries, self._owners)
+        self._names: dict[Any, str] = {key: s.names[0] for key, s in shared.items()}
+        self._alive: list[Any] = [shared]
         """Identities are valid only as long as their tensors live."""
+        for s in shared.values():
+            self._add_shared(s)
 
     def add(self, entry: Entry) -> None:
         match entry.value:
             case nn.Module():
-                for named in module_tensors(entry.value, entry.name):
-                    self._add_shared(named.name, named.tensor)
                 for name, module in extra_states(entry.value, entry.name):
                     self._add_value(name, module.get_extra_state())
             case torch.Tensor():
-                self._add_shared(entry.name, entry.value)
+                pass  # added already
             case Boxes():
                 self._owners.add_boxes(entry.name, entry.value)
                 self._add_leaf(entry.name, entry.value)
@@ -97,22 +101,17 @@ class _Walk:
                 state = {"dict": [["group", stored.group], ["state", state]]}
             self._put_value(stored.name, state)
 
-    def _add_shared(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor that may be known under another name already."""
-        key = identity(tensor)
-        first = self._names.setdefault(key, name)
-        self._owners.add(tensor, Owner(name=name))
-        self._alive.append(tensor)
-        if is_wrapped(tensor):
-            encoded = (
-                self._encode_wrapped(name, tensor) if first == name else self.found.values[first]
-            )  # tied ones refer to the same inner tensors
-            self._put_value(name, encoded)
-        elif first == name:
-            self._add_leaf(name, tensor)
-        else:
+    def _add_shared(self, shared: Shared) -> None:
+        stored, *others = shared.names
+        if is_wrapped(shared.tensor):
+            encoded = self._encode_wrapped(stored, shared.tensor)
+            for name in shared.names:
+                self._put_value(name, encoded)  # all refer to the same inner tensors
+            return
+        self._add_leaf(stored, shared.tensor)
+        for name in others:
             self._require_new(name)
-            self.found.aliases[name] = first
+            self.found.aliases[name] = stored
 
     def _add_leaf(self, name: str, tensor: torch.Tensor | Boxes) -> None:
         self._require_new(name)

@@ -22,13 +22,11 @@ from surefoot.ckpt.live.source import Source, Want
 from surefoot.ckpt.live.walking import (
     OF_RANK,
     Entry,
-    Owner,
     Owners,
     extra_states,
     is_stateful,
-    module_tensors,
+    shared_tensors,
     state_access,
-    ties_of,
 )
 from surefoot.ckpt.live.wrapped import Wrapped, is_wrapped, unwrap
 from surefoot.ckpt.manifest import TensorMeta
@@ -45,12 +43,15 @@ class Load(Placing):
         self.later: list[Callable[[], Any]] = []
         self.used: set[str] = set()
         self.owners = Owners()
-        self.ties: dict[str, list[str]] = {}
+        self.ties: dict[str, tuple[str, ...]] = {}
+        """All names of the tensor that has this one."""
         self._missing: dict[str, str] = {}
 
     def add_all(self, found: Sequence[Entry]) -> None:
         """Everything but optimizers, which need the names of all parameters."""
-        self.ties = ties_of(found)
+        for shared in shared_tensors(found, self.owners).values():
+            self.ties.update(dict.fromkeys(shared.names, shared.names))
+            self.want(shared.names, shared.tensor)
         for entry in found:
             self._add(entry)
         self._pass_over_other_ranks(found)
@@ -129,12 +130,10 @@ class Load(Placing):
     def _add(self, entry: Entry) -> None:
         match entry.value:
             case nn.Module():
-                for named in module_tensors(entry.value, entry.name):
-                    self._add_shared(named.name, named.tensor)
                 for name, module in extra_states(entry.value, entry.name):
                     self._add_stateful(name, module.get_extra_state, module.set_extra_state)
             case torch.Tensor():
-                self._add_shared(entry.name, entry.value)
+                pass  # wanted already
             case Boxes():
                 self.owners.add_boxes(entry.name, entry.value)
                 self.want([entry.name], entry.value)
@@ -144,11 +143,6 @@ class Load(Placing):
                 self._add_stateful(entry.name, *state_access(value))
             case _:
                 self._add_value(entry)
-
-    def _add_shared(self, name: str, tensor: torch.Tensor) -> None:
-        self.owners.add(tensor, Owner(name=name))
-        if name in self.ties:
-            self.want([name, *self.ties[name]], tensor)
 
     def _add_stateful(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         if name not in self.source.values:

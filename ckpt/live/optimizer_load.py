@@ -77,7 +77,7 @@ class OptimizerLoad:
     def _stored_name(self, owner: str) -> str | None:
         """Under which of its names the parameter's state was stored: it may have been tied otherwise."""
         load, prefix = self._load, f"{self._name}.params."
-        others = load.ties.get(owner, [])
+        others = [n for n in load.ties.get(owner, ()) if n != owner]
         found = next(
             (
                 n

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.format.values import DEPTH_MAX
 from surefoot.ckpt.live.declared import Boxes, PerRank
+from surefoot.ckpt.planning.ties import precedence
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which torch.compile, FSDP1 and activation checkpointing keep the module they wrap."""
@@ -130,6 +131,12 @@ def state_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
             return value.state_dict, value.load_state_dict
 
 
+def in_order(found: Iterable[Entry]) -> list[Entry]:
+    """The same on all ranks, in whatever order their mappings were filled: a tensor that several values refer to is stored with
+    the first. What is one rank's own comes last, so that nothing that all have refers to it."""
+    return sorted(found, key=lambda entry: ("@rank" in entry.name, entry.name))
+
+
 # ---------------------------------------------------------------- modules
 
 
@@ -191,17 +198,29 @@ def identity(t: torch.Tensor) -> Any:
     return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
 
 
-def ties_of(found: Iterable[Entry]) -> dict[str, list[str]]:
-    """First name of each live tensor of modules and of the state itself, to its other names."""
-    first: dict[Any, str] = {}
-    ties: dict[str, list[str]] = {}
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One live tensor of modules or of the state itself; where it is tied it has several names."""
+
+    names: tuple[str, ...]
+    """It is stored under the first."""
+    tensor: torch.Tensor
+    """The object that has the first name."""
+
+
+def shared_tensors(found: Iterable[Entry], owners: Owners) -> dict[Any, Shared]:
+    """All of them, by identity; `owners` gets to know each. They do not depend on the order of the entries."""
+    groups: dict[Any, list[Named]] = {}
     for named in _named_tensors(found):
-        known = first.setdefault(identity(named.tensor), named.name)
-        if known == named.name:
-            ties[named.name] = []
-        else:
-            ties[known].append(named.name)
-    return ties
+        groups.setdefault(identity(named.tensor), []).append(named)
+        owners.add(named.tensor, Owner(name=named.name))
+    return {key: _shared(group) for key, group in groups.items()}
+
+
+def _shared(group: list[Named]) -> Shared:
+    if len(group) > 1:
+        group.sort(key=lambda named: precedence(named.name))
+    return Shared(tuple(named.name for named in group), group[0].tensor)
 
 
 def _named_tensors(found: Iterable[Entry]) -> Iterator[Named]:
@@ -232,8 +251,10 @@ class Owners:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def add(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """The first name counts."""
-        self._by_id.setdefault(id(tensor), owner)
+        """Of several names the one that it would be stored under counts, whichever comes first."""
+        known = self._by_id.setdefault(id(tensor), owner)
+        if known is not owner and precedence(owner.name) < precedence(known.name):
+            self._by_id[id(tensor)] = owner
         self._tensors.setdefault(owner.name, tensor)
 
     def add_boxes(self, name: str, boxes: Boxes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -89,7 +89,7 @@ def compare(a: BoxReader, b: BoxReader, progress: Progress | None = None) -> Che
         ),
         differ=tuple(found),
         equal=len(alike) - len(found),
-        ties_changed=tuple(n for n in both if ma.aliases.get(n) != mb.aliases.get(n)),
+        ties_changed=tuple(_tied_otherwise(both, names_a, names_b)),
         values=tuple(_differing(ma.values, mb.values)),
         cursor_equal=_canonical(ma.cursor) == _canonical(mb.cursor),
     )
@@ -98,6 +98,21 @@ def compare(a: BoxReader, b: BoxReader, progress: Progress | None = None) -> Che
 def _names(m: Manifest) -> dict[str, str]:
     """Every name to the one it is stored under."""
     return {name: name for name in m.tensors} | dict(m.aliases)
+
+
+def _tied_otherwise(names: Sequence[str], a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """Names that share their tensor with others of these names in one than in the other. Which of them it is stored under is
+    all the same."""
+    sharing_a, sharing_b = _sharing(names, a), _sharing(names, b)
+    return [n for n in names if sharing_a[a[n]] != sharing_b[b[n]]]
+
+
+def _sharing(names: Sequence[str], stored: Mapping[str, str]) -> dict[str, list[str]]:
+    """The names of each stored tensor."""
+    found: dict[str, list[str]] = {}
+    for n in names:
+        found.setdefault(stored[n], []).append(n)
+    return found
 
 
 def _once(names: Any, a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:

@@ -30,6 +30,7 @@ from surefoot.ckpt.errors import CkptUserError
 from surefoot.ckpt.format.stformat import DTYPES, StTensor, encode_header
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.planning.plan import ITEMSIZES
+from surefoot.ckpt.planning.ties import precedence
 from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.store import Root, open_store
 from surefoot.ckpt.tools.boxreader import BoxReader, tensor_nbytes
@@ -145,7 +146,7 @@ def _choose(
     ties: dict[str, str] = {}
     taken: dict[str, str] = {}
     for stored, mine in names.items():
-        written = stored if stored in mine else mine[0]
+        written = min(mine, key=lambda name: precedence(name.removeprefix(prefix)))
         for name in mine:
             out = rename(name.removeprefix(prefix))
             other = taken.setdefault(out, name)

@@ -63,6 +63,7 @@ PURE = (
         "ckpt.keeping.orphans",
         "ckpt.progress",
         "ckpt.planning.resharding",
+        "ckpt.planning.ties",
         "ckpt.format.stformat",
     ),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),

@@ -8,6 +8,7 @@ with different content, nothing is committed.
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -196,8 +197,11 @@ def placings(draw: Draw, full: torch.Tensor, world: int) -> Placing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
+    """`order`: what each rank fills its mappings by; ranks do not do it alike."""
+
     world: int
     placings: dict[str, Placing]
+    order: int = 0
 
     def ties(self, model: Model) -> dict[str, str]:
         """Those of the model's that are tied here."""
@@ -210,9 +214,11 @@ def layouts(draw: Draw, model: Model) -> Layout:
     found = {name: draw(placings(t, world)) for name, t in model.tensors.items()}
     for name, first in model.ties.items():
         full = model.tensors[first]
-        if found[first].boxes != ((whole(full.shape),),) * world or draw(st.booleans()):
+        if draw(st.booleans()):
+            found[first] = Placing(boxes=((whole(full.shape),),) * world, memory=found[first].memory)
+        else:
             found[name] = draw(placings(full, world))
-    return Layout(world=world, placings=found)
+    return Layout(world=world, placings=found, order=draw(st.integers(0, 2**16)))
 
 
 # ---------------------------------------------------------------- live states of ranks
@@ -276,14 +282,13 @@ class RankState:
         for name, placing in layout.placings.items():
             if placing.is_here(rank):
                 self.parts[name] = Part(model.full(name), placing, rank)
-                self._put(name, self.parts[name].live)
-        for name, first in layout.ties(model).items():
-            self._put(name, self.parts[first].live)
-        for name, value in model.values.items():
-            self._put(name, value)
+        live: dict[str, Any] = {name: part.live for name, part in self.parts.items()}
+        live |= {name: live[first] for name, first in layout.ties(model).items()} | model.values
         self.net = None if model.net is None else LiveNet(model.net)
         if self.net is not None:
-            self.tree |= {"net": self.net.module, "optim": self.net.optimizer}
+            live |= {"net": self.net.module, "optim": self.net.optimizer}
+        for name in random.Random(f"{layout.order} {rank}").sample(sorted(live), len(live)):
+            self._put(name, live[name])
 
     def nbytes(self) -> int:
         """Of what does not come from `placings`."""

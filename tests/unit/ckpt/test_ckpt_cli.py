@@ -218,10 +218,10 @@ def test_diff(run: Any, root: str, tmp_path: Path) -> None:
 def test_export_import_and_back(run: Any, root: str, tmp_path: Path) -> None:
     code, out, _ = run("export", root, str(tmp_path / "hf"), "--step", "20", "--json")
     assert code == 0
-    assert msgspec.json.decode(out)["ties"] == {"tied": "w"}
+    assert msgspec.json.decode(out)["ties"] == {"w": "tied"}
     code, out, _ = run("import", str(tmp_path / "hf"), str(tmp_path / "new"), "--step", "3", "--json")
     assert (code, msgspec.json.decode(out)["step"]) == (0, 3)
-    assert "tied is tied to w" in run("export", root, str(tmp_path / "again"))[1]
+    assert "w is tied to tied" in run("export", root, str(tmp_path / "again"))[1]
     code, _, err = run("import", str(tmp_path / "hf"), str(tmp_path / "new"), "--step", "3")
     assert code == ExitCode.USAGE
     assert "at step 3 already" in err
