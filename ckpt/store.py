@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -44,10 +44,12 @@ class ObjectUnknownError(ObjectStoreError, UnknownOutcomeError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One listed object: its key and its size in bytes."""
+    """One listed object: its key, its size in bytes, and when it was created, by the clock of whoever keeps it (seconds since
+    1970)."""
 
     key: str
     size: int
+    modified_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,7 @@ class MemoryObjectStore:
     def __init__(self, root: str = "memory://") -> None:
         self._root = root
         self._objects: dict[str, bytes] = {}
+        self._times: dict[str, float] = {}
         self._uploads: dict[str, Unfinished] = {}
         self._begun = 0
         self._lock = threading.Lock()
@@ -214,6 +217,7 @@ class MemoryObjectStore:
             if check_key(key) in self._objects:
                 raise ObjectExistsError(f"{self._root}: {key} exists")
             self._objects[key] = bytes(data)
+            self._times[key] = time.time()
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         with self._lock:
@@ -250,7 +254,8 @@ class MemoryObjectStore:
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         with self._lock:
-            return [ObjectInfo(k, len(v)) for k, v in sorted(self._objects.items()) if k.startswith(prefix)]
+            held = sorted((k, len(v)) for k, v in self._objects.items() if k.startswith(prefix))
+            return [ObjectInfo(k, size, self._times[k]) for k, size in held]
 
     def delete(self, key: str) -> None:
         with self._lock:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 import typer
-import typer.core
 
 from surefoot import marks
+from surefoot.command import CommandError, Commands, run_command
 from surefoot.exitcodes import ExitCode
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs: --help should not wait for any of it
@@ -31,28 +31,9 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs: --help shoul
     from surefoot.controller.spec import JobSpec
     from surefoot.controller.view import JobFacts, JobView
 
-
-class CommandError(Exception):
-    """Ends the command with one message and `exit_code`."""
-
-    def __init__(self, message: str, exit_code: ExitCode) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class _Commands(typer.core.TyperGroup):
-    """Ctrl-C is answered here: typer itself would make an empty line and an exit of it."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as e:
-            raise CommandError("interrupted", ExitCode.INTERRUPTED) from e
-
-
 app = typer.Typer(
     name="surefoot",
-    cls=_Commands,
+    cls=Commands,
     help="Keeps a large PyTorch training job on its feet.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -101,35 +82,8 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print the snapshot as JS
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     logging.basicConfig(stream=sys.stderr, format="surefoot: %(message)s", level=logging.WARNING)
-    sys.exit(_run(arguments))
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    try:
-        return app(args=words, prog_name="surefoot", standalone_mode=False) or ExitCode.DONE
-    except CommandError as e:
-        return _complain(str(e), e.exit_code)
-    except KeyboardInterrupt:
-        return _complain("interrupted", ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nobody reads: the flush at exit must not fail
-        return ExitCode.DONE
-    except Exception as e:
-        # typer's own errors (a wrong option …) share no public base class; all can format themselves.
-        if not hasattr(e, "format_message"):
-            raise
-        where = getattr(getattr(e, "ctx", None), "command_path", "surefoot")
-        said = str(e.format_message()).rstrip(".")  # pyright: ignore[reportAttributeAccessIssue]
-        return _complain(f"{said}. See {where} --help", ExitCode.USAGE)
-
-
-def _complain(message: str, code: ExitCode) -> ExitCode:
-    sys.stdout.flush()
-    print(f"surefoot: {message}", file=sys.stderr)
-    return code
+    words = sys.argv[1:] if arguments is None else arguments
+    sys.exit(run_command(app, words, name="surefoot"))
 
 
 def _version(wanted: bool) -> None:

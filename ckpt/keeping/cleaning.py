@@ -7,19 +7,29 @@ which first says what it would do. The decisions are pure (ckpt/keeping/retentio
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
 from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.format.flags import flag_key, flags_among, flags_beside
-from surefoot.ckpt.keeping.orphans import Holdings, Orphan, generations_over, orphans, sort_out
+from surefoot.ckpt.keeping.orphans import (
+    Holdings,
+    Orphan,
+    abandoned,
+    generations_over,
+    orphans,
+    sort_out,
+)
 from surefoot.ckpt.keeping.retention import Retention, Verdict, held_of, judge, objects_of
 from surefoot.ckpt.manifest import (
     Ledger,
     LedgerRef,
     Manifest,
     ManifestRef,
+    attempt_prefix,
     decode,
     manifest_refs,
     step_prefix,
@@ -72,8 +82,8 @@ def sweep_orphans(store: ObjectStore) -> list[Orphan]:
 
     Raises: ObjectStore…Error.
     """
-    holdings, named, over_below = _survey(store)
-    found = orphans(holdings, named, over_below=over_below, ledgers=None)
+    seen = _survey(store)
+    found = orphans(seen.holdings, seen.named, over_below=seen.over_below, ledgers=None)
     for orphan in found:
         a = orphan.attempt
         with operation("sweep", generation=a.generation, step=a.step, attempt=a.attempt):
@@ -83,7 +93,7 @@ def sweep_orphans(store: ObjectStore) -> list[Orphan]:
             "attempt %s at step %d of generation %d is swept, %d bytes: %s",
             *(a.attempt, a.step, a.generation, orphan.nbytes, orphan.reason),
         )
-    for upload in _stale(store, over_below):
+    for upload in _unfinished(store, [g for g in seen.records if g < seen.over_below]):
         store.discard(upload)
         _log.info("what was never finished of %s is discarded: its generation is over", _in_words(upload))
     return found
@@ -140,12 +150,17 @@ class GcPlan(msgspec.Struct, frozen=True, kw_only=True):
     orphans: tuple[Orphan, ...] = ()
     stale_flags: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
-    """Uploads and temporary files of generations that are over, in words."""
+    """Uploads and temporary files of generations that are over, in words; with `untouched_since` those of `abandoned` ones too."""
+    abandoned: tuple[Orphan, ...] = ()
+    """What starts left that were followed by another, none of it created since `untouched_since`."""
+    untouched_since: float | None = None
+    """Seconds since 1970, by the store's clock; None: nothing is taken for abandoned."""
     foreign: tuple[str, ...] = ()
     """Keys that are none of ours; never touched."""
     foreign_nbytes: int = 0
     waiting: int = 0
-    """Attempts that no manifest names and somebody may still be working on: they go once a later generation has committed."""
+    """Attempts that no manifest names and somebody may still be working on: they go once a later generation has committed. Those
+    in `abandoned` are not counted."""
     waiting_nbytes: int = 0
     waiting_uploads: int = 0
     """As `unfinished`, of generations that are not over; their size is not known."""
@@ -153,61 +168,88 @@ class GcPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """What carrying it out frees, as far as it is known."""
-        return sum(c.nbytes for c in self.checkpoints) + sum(o.nbytes for o in self.orphans)
+        gone = (*self.orphans, *self.abandoned)
+        return sum(c.nbytes for c in self.checkpoints) + sum(o.nbytes for o in gone)
 
 
-def plan_gc(store: ObjectStore, retention: Retention | None, *, off_lineage: bool = False) -> GcPlan:
+def plan_gc(
+    store: ObjectStore,
+    retention: Retention | None,
+    *,
+    off_lineage: bool = False,
+    abandoned_s: float | None = None,
+) -> GcPlan:
     """Look, and say what could go. Deletes nothing.
 
     Args:
         retention: rules by which old checkpoints go as well; None: all checkpoints stay.
         off_lineage: checkpoints that do not count, of generations that are over, go as well.
+        abandoned_s: what starts left that were followed by another goes as well, where nothing of it was created for so long. It
+            must be longer than a save can take, and than a process can be suspended and go on: whoever is still at it would
+            commit a manifest whose data is gone.
 
     Raises: ObjectStore…Error, LineageError, DamagedError (a record).
     """
-    holdings, named, over_below = _survey(store)
-    doomed = [] if retention is None else _doomed_by(store, retention, holdings)
+    seen = _survey(store)
+    doomed = [] if retention is None else _doomed_by(store, retention, seen.holdings)
     if off_lineage:
-        doomed += _left_behind(store, holdings, over_below)
-    found = orphans(holdings, named, over_below=over_below, ledgers=_ledger_chain(store))
+        doomed += _left_behind(store, seen.holdings, seen.over_below)
+    ledgers = _ledger_chain(store)
+    found = orphans(seen.holdings, seen.named, over_below=seen.over_below, ledgers=ledgers)
+    since = None if abandoned_s is None else time.time() - abandoned_s
+    left = [] if since is None else _abandoned(seen, since, ledgers)
     stale = [
         key
-        for (g, s), keys in sorted(holdings.beside.items())
-        if (g, s) not in named and g < over_below
+        for (g, s), keys in sorted(seen.holdings.beside.items())
+        if (g, s) not in seen.named and g < seen.over_below
         for key in sorted(keys)
     ]
-    gone = {o.attempt for o in found}
+    gone = {o.attempt for o in (*found, *left)}
     waiting = [
         keys
-        for ref, keys in holdings.attempts.items()
-        if (ref.generation, ref.step) not in named and ref not in gone and ref.generation >= over_below
+        for ref, keys in seen.holdings.attempts.items()
+        if (ref.generation, ref.step) not in seen.named
+        and ref not in gone
+        and ref.generation >= seen.over_below
+        and not all(key.endswith("/ledger.json") for key in keys)  # of a checkpoint that retention let go
     ]
+    uploads = _unfinished(store, seen.records)
+    ended = [u for u in uploads if _is_given_up(u, seen, since)]
     return GcPlan(
         root=store.root,
         checkpoints=tuple(doomed),
         orphans=tuple(found),
         stale_flags=tuple(stale),
-        unfinished=tuple(_in_words(u) for u in _stale(store, over_below)),
-        foreign=tuple(sorted(holdings.foreign)),
-        foreign_nbytes=sum(holdings.foreign.values()),
+        unfinished=tuple(_in_words(u) for u in ended),
+        abandoned=tuple(left),
+        untouched_since=since,
+        foreign=tuple(sorted(seen.holdings.foreign)),
+        foreign_nbytes=sum(seen.holdings.foreign.values()),
         waiting=len(waiting),
         waiting_nbytes=sum(sum(keys.values()) for keys in waiting),
-        waiting_uploads=sum(
-            len(store.unfinished(f"gen-{g:04d}/")) for g in list_records(store) if g >= over_below
-        ),
+        waiting_uploads=len(uploads) - len(ended),
     )
 
 
 def carry_out(store: ObjectStore, plan: GcPlan, progress: Progress | None = None) -> int:
-    """Delete what the plan names; returns how many things went. What became exempt meanwhile stays.
+    """Delete what the plan names; returns how many things went. What became exempt meanwhile stays, and so does what somebody has
+    gone on with.
 
     Raises: ObjectStore…Error; what was deleted stays deleted.
     """
-    over_below = _survey(store)[2]
-    uploads = [u for u in _stale(store, over_below) if _in_words(u) in plan.unfinished]
+    seen, since = _survey(store), plan.untouched_since
+    uploads = [
+        u
+        for u in _unfinished(store, seen.records)
+        if _in_words(u) in plan.unfinished and _is_given_up(u, seen, since)
+    ]
+    left: list[Callable[[], object]] = []
+    if since is not None:
+        left += [lambda o=o, t=since: _delete_abandoned(store, o, t) for o in plan.abandoned]
     todo: list[Callable[[], object]] = [
         *(lambda ref=c.ref: _delete_checkpoint(store, ref) for c in plan.checkpoints),
         *(lambda key=key: store.delete(key) for o in plan.orphans for key in o.keys),
+        *left,
         *(lambda key=key: store.delete(key) for key in plan.stale_flags),
         *(lambda u=u: store.discard(u) for u in uploads),
     ]
@@ -218,17 +260,58 @@ def carry_out(store: ObjectStore, plan: GcPlan, progress: Progress | None = None
     return len(todo)
 
 
-def _survey(store: ObjectStore) -> tuple[Holdings, dict[tuple[int, int], str | None], int]:
-    """Everything there is, which attempt each manifest names, and below which generation all is over.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Survey:
+    """Everything there is, which attempt each manifest names, and below which generation all is over."""
 
-    The records are listed first: a generation that has one by then and commits before the second listing is over only for
-    those below it, as it would have been anyway.
-    """
+    holdings: Holdings
+    named: dict[tuple[int, int], str | None]
+    over_below: int
+    records: list[int]
+    modified: dict[str, float]
+
+
+def _survey(store: ObjectStore) -> _Survey:
+    """The records are listed first: a generation that has one by then and commits before the second listing is over only for
+    those below it, as it would have been anyway."""
     records = list_records(store)
-    listed = [(o.key, o.size) for o in store.list("")]
-    manifests = manifest_refs(key for key, _ in listed)
-    named = {(m.generation, m.step): _attempt_of(store, m) for m in manifests}
-    return sort_out(listed), named, generations_over(manifests, records)
+    listed = store.list("")
+    manifests = manifest_refs(o.key for o in listed)
+    return _Survey(
+        holdings=sort_out((o.key, o.size) for o in listed),
+        named={(m.generation, m.step): _attempt_of(store, m) for m in manifests},
+        over_below=generations_over(manifests, records),
+        records=records,
+        modified={o.key: o.modified_at for o in listed},
+    )
+
+
+def _abandoned(seen: _Survey, since: float, ledgers: set[str] | None) -> list[Orphan]:
+    return abandoned(
+        seen.holdings,
+        seen.named,
+        over_below=seen.over_below,
+        newest=max(seen.records, default=0),
+        modified=seen.modified,
+        before=since,
+        ledgers=ledgers,
+    )
+
+
+def _delete_abandoned(store: ObjectStore, orphan: Orphan, since: float) -> bool:
+    """Part records first: without them nobody can commit the attempt. False where it was committed or gone on with meanwhile."""
+    a = orphan.attempt
+    stored = store.list(step_prefix(a.generation, a.step))
+    mine = [o for o in stored if o.key.startswith(attempt_prefix(a.generation, a.step, a.attempt))]
+    if manifest_refs(o.key for o in stored) or any(o.modified_at >= since for o in mine):
+        _log.warning(
+            "attempt %s at step %d of generation %d stays: somebody has gone on with it",
+            *(a.attempt, a.step, a.generation),
+        )
+        return False
+    for key in sorted(orphan.keys, key=lambda key: (not key.endswith(".part.json"), key)):
+        store.delete(key)
+    return True
 
 
 def _attempt_of(store: ObjectStore, ref: ManifestRef) -> str | None:
@@ -238,10 +321,17 @@ def _attempt_of(store: ObjectStore, ref: ManifestRef) -> str | None:
         return None
 
 
-def _stale(store: ObjectStore, over_below: int) -> list[Unfinished]:
-    """Uploads and temporary files of generations that are over."""
-    over = [g for g in list_records(store) if g < over_below]
-    return [u for g in over for u in store.unfinished(f"gen-{g:04d}/")]
+def _unfinished(store: ObjectStore, generations: Iterable[int]) -> list[Unfinished]:
+    """Uploads and temporary files of these generations."""
+    return [u for g in generations for u in store.unfinished(f"gen-{g:04d}/")]
+
+
+def _is_given_up(u: Unfinished, seen: _Survey, since: float | None) -> bool:
+    """Its generation is over; or was followed by another, and nobody has touched it since then."""
+    generation = int(u.key.partition("/")[0].removeprefix("gen-"))
+    if generation < seen.over_below:
+        return True
+    return since is not None and generation < max(seen.records) and u.begun_at < since
 
 
 def _in_words(u: Unfinished) -> str:

@@ -9,6 +9,10 @@ An *orphan* is an attempt that no manifest names and that can no longer be commi
 
 So nothing of the newest generation that may be in flight is ever an orphan, unless its step has been committed.
 
+What starts leave that die one after the other before any of them commits waits for the first that does. An operator may
+name an age instead (`abandoned`): what is of a start that was followed by another, and older than a save can take, nobody
+is working on. That is his word: no rule could tell a process that has been suspended for so long from one that is dead.
+
 Only keys that Surefoot writes are looked at; everything else is *foreign*, counted, and left alone. A ledger outlives its
 checkpoint (retention.py), so an orphaned one goes only if the chain of committed ledgers is known and does not name it.
 """
@@ -32,7 +36,11 @@ _BESIDE_KEY = re.compile(
 )
 _OTHER_KEY = re.compile(r"generations/\d{4,}\.json|gen-\d{4,}/step-\d{10,}/manifest\.json")
 
-OrphanReason = Literal["its step was committed by another attempt", "its generation is over"]
+OrphanReason = Literal[
+    "its step was committed by another attempt",
+    "its generation is over",
+    "another start followed, and nobody has touched it since",
+]
 
 
 class AttemptRef(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -112,6 +120,36 @@ def orphans(
         if gone:
             nbytes = sum(keys[key] for key in gone)
             found.append(Orphan(attempt=ref, reason=reason, keys=tuple(gone), nbytes=nbytes))
+    return found
+
+
+def abandoned(
+    holdings: Holdings,
+    named: Collection[tuple[int, int]],
+    *,
+    over_below: int,
+    newest: int,
+    modified: Mapping[str, float],
+    before: float,
+    ledgers: Collection[str] | None,
+) -> list[Orphan]:
+    """Attempts of generations that are not over, but followed by another; that no manifest names, nor any of their step; and of
+    which nothing was created since `before`. Ascending. PURE.
+
+    Args:
+        newest: the newest generation that has a record; its attempts may be in flight.
+        modified: when each key was created; `before` is by the same clock.
+    """
+    found: list[Orphan] = []
+    for ref, keys in sorted(holdings.attempts.items()):
+        if (ref.generation, ref.step) in named or not over_below <= ref.generation < newest:
+            continue
+        if max(modified[key] for key in keys) >= before:
+            continue
+        gone = tuple(key for key in sorted(keys) if not _is_evidence(key, ledgers))
+        if gone:
+            reason: OrphanReason = "another start followed, and nobody has touched it since"
+            found.append(Orphan(attempt=ref, reason=reason, keys=gone, nbytes=sum(keys[key] for key in gone)))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -60,6 +60,8 @@ class Loaded:
     missing: tuple[str, ...] = ()
     left_over: tuple[str, ...] = ()
     passed_over: tuple[tuple[int, str], ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """What the save noted of itself: host, process, what it cost."""
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -126,6 +128,11 @@ def load_agreed(
         raise DamagedError(
             f"{store.root}: no checkpoint {'is readable' if step is None else 'of that step is readable'}: {listed}",
             key="",
+        )
+    if channel.rank == 0:
+        _log.warning(
+            "nothing was loaded: %s holds no checkpoint yet. If it should, look whether the address is right",
+            store.root,
         )
     return None
 
@@ -250,6 +257,7 @@ def _loaded(manifest: Manifest, channel: Channel, fit: Fit, passed_over: list[tu
         missing=fit.missing,
         left_over=fit.left_over,
         passed_over=tuple(passed_over),
+        facts=manifest.facts,
     )
 
 

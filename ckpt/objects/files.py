@@ -78,8 +78,10 @@ class FileObjectStore:
             return f.read(-1 if length is None else length)
 
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
-        with self.mapped("read", key):
+        try:
             return _read_into(self._reader(key).fd, start, views)
+        except OSError as e:
+            raise self._error(e, "read", key) from e
 
     def release(self) -> None:
         with self._lock:
@@ -156,9 +158,10 @@ class FileObjectStore:
         try:
             yield
         except OSError as e:
-            raise _typed(
-                e, f"{self.root}: cannot {what} {key}: {e.strerror or e}", creates=what == "create"
-            ) from e
+            raise self._error(e, what, key) from e
+
+    def _error(self, e: OSError, what: str, key: str) -> ObjectStoreError:
+        return _typed(e, f"{self.root}: cannot {what} {key}: {e.strerror or e}", creates=what == "create")
 
 
 def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
@@ -349,6 +352,8 @@ class _Reader:
 
 def _read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
     """preadv until the views are full or the file ends; returns how many bytes came."""
+    if len(views) == 1 and (n := os.preadv(fd, views, start)) == views[0].nbytes:
+        return n  # as nearly always
     left = [view.cast("B") for view in views if view.nbytes]
     done = 0
     while left:

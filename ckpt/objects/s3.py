@@ -181,7 +181,8 @@ class S3ObjectStore:
                     "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix + prefix, **more
                 )
                 found += [
-                    ObjectInfo(o["Key"][len(self._prefix) :], o["Size"]) for o in page.get("Contents", ())
+                    ObjectInfo(o["Key"][len(self._prefix) :], o["Size"], o["LastModified"].timestamp())
+                    for o in page.get("Contents", ())
                 ]
                 if not page.get("IsTruncated"):
                     return found

@@ -3,16 +3,14 @@
 Results go to stdout (``--json``: the very value that is drawn otherwise), progress bars to stderr where that is a terminal.
 
 Exit codes: 0 done, sound, or equal; 1 what was asked about is not as it should be (`verify`: damaged; `diff`: different; a
-damaged manifest, record or source); 2 the command line, the step or the root is wrong; 5 the object store cannot be reached
-or denies access; 130 interrupted.
+damaged manifest, record or source; `import`: something was left out); 2 the command line, the step or the root is wrong; 5
+the object store cannot be reached or denies access; 130 interrupted.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import Annotated, Any
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -20,12 +18,18 @@ import typer
 from surefoot.ckpt.errors import CkptUserError
 from surefoot.ckpt.store import ObjectStore, open_store
 from surefoot.ckpt.tools import tables
+from surefoot.ckpt.tools.words import local, open_root, rename_rule, size_of, which_step
+from surefoot.command import Commands, complain
 from surefoot.exitcodes import ExitCode
 
-DEADLINE_S = 15.0
+if TYPE_CHECKING:  # what a command needs is imported when it runs
+    from surefoot.ckpt.tools.importing import Foreign
+
+NAME = "surefoot ckpt"
 
 app = typer.Typer(
-    name="surefoot ckpt",
+    name=NAME,
+    cls=Commands,
     help="Checkpoints of a root.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,20 +60,16 @@ Generation = Annotated[
 @app.command("ls")
 def ls_command(url: Root, json: Json = False) -> None:
     """List the checkpoints, those off the lineage as well."""
-    from surefoot.ckpt.record import list_records
     from surefoot.ckpt.tools.inspect import list_checkpoints
 
-    store = _open(url)
+    store = open_root(url)
     rows = list_checkpoints(store)
     if json:
         _print_json(rows)
     elif rows:
         tables.print_rows(rows)
     else:
-        begun = bool(list_records(store))
-        tables.say(
-            "no checkpoints yet" if begun else f"no checkpoints: no job has ever begun under {store.root}"
-        )
+        tables.say(f"no checkpoints yet: a job has begun under {store.root}, and has not committed anything")
 
 
 @app.command("show")
@@ -90,7 +90,7 @@ def show_command(
     """Show one checkpoint: tensors, values, cursor; or one of its tensors; or what a load by other ranks would read."""
     from surefoot.ckpt.tools.inspect import show
 
-    store, step = _open(url), _step(step, step_option)
+    store, step = open_root(url), which_step(step, step_option)
     if tensor is not None and reshard is not None:
         raise CkptUserError("--tensor and --reshard are two questions: ask one at a time")
     if tensor is not None:
@@ -136,7 +136,7 @@ def verify_command(
     from surefoot.ckpt.tools.verifying import verify_step
 
     with tables.progress_bar("verifying") as progress:
-        report = verify_step(_open(url), _step(step, step_option), generation, progress=progress)
+        report = verify_step(open_root(url), which_step(step, step_option), generation, progress=progress)
     if json:
         _print_json({**msgspec.to_builtins(report), "ok": report.ok})
     else:
@@ -162,8 +162,8 @@ def diff_command(
     from surefoot.ckpt.tools.comparing import compare
     from surefoot.ckpt.tools.inspect import find
 
-    store_a = _open(url)
-    store_b = store_a if other is None else _open(other)
+    store_a = open_root(url)
+    store_b = store_a if other is None else open_root(other)
     a = BoxReader(store_a, find(store_a, step_a, generation_a)[0])
     b = BoxReader(store_b, find(store_b, step_b, generation_b)[0])
     with tables.progress_bar("comparing") as progress:
@@ -203,26 +203,27 @@ def export_command(
     """Write a step's weights as safetensors with a Hugging Face index, or all of it as a torch DCP folder."""
     from surefoot.ckpt.tools import exporting
 
+    open_root(url)
     if to not in ("safetensors", "dcp"):
         raise CkptUserError(f"--to {to}: there are safetensors and dcp")
     if to == "dcp":
-        from surefoot.ckpt.tools.dcp import export_dcp
+        from surefoot.ckpt.tools.dcp.exporting import export_dcp
 
-        with tables.progress_bar("exporting") as progress:
+        with local("write to", dest), tables.progress_bar("exporting") as progress:
             m = export_dcp(url, step, dest, progress=progress)
         done = {"step": m.step, "generation": m.generation, "tensors": len(m.tensors), "nbytes": m.nbytes}
         words = f"step {m.step} of generation {m.generation} is a DCP folder in {dest}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
         _answer(done, lambda _: tables.say(words), json=json)
         return
-    with tables.progress_bar("exporting") as progress:
+    with local("write to", dest), tables.progress_bar("exporting") as progress:
         plan = exporting.export(
             url,
             step,
             dest,
             prefix=prefix,
-            rename=[_rule(r) for r in rename or ()],
+            rename=[rename_rule(r) for r in rename or ()],
             dtype=dtype,
-            shard_nbytes=_size(max_shard_size),
+            shard_nbytes=size_of(max_shard_size),
             progress=progress,
         )
     _answer(plan, lambda plan: tables.print_export(plan, dest), json=json)
@@ -241,31 +242,52 @@ def import_command(
     url: Root,
     step: Annotated[
         int | None,
-        typer.Option(min=0, help="As which step. Default: the source's, or 0.", show_default=False),
+        typer.Option(
+            min=0,
+            help="As which step. Default: the one that the source names (DCP: its entry `step`), or 0.",
+            show_default=False,
+        ),
     ] = None,
     prefix: Annotated[str, typer.Option(help="Put before safetensors names.")] = "model.",
     json: Json = False,
 ) -> None:
-    """Commit weights or a whole state from elsewhere as a checkpoint. Pickles are not run: see docs/checkpoint.md."""
+    """Commit weights or a whole state from elsewhere as a checkpoint. Pickles are not run: see docs/checkpoint.md. Exit code 1 if
+    a part had to be left out."""
+    from surefoot.ckpt.tools import importing
+
+    store = open_store(url)
+    with local("read", source):
+        foreign = _open_foreign(source, prefix)
+    with tables.progress_bar("importing") as progress:
+        m = importing.write_foreign(store, foreign, step=step, progress=progress)
+    done = {
+        "step": m.step,
+        "generation": m.generation,
+        "tensors": len(m.tensors),
+        "nbytes": m.nbytes,
+        "left_out": foreign.left_out,
+    }
+    words = f"step {m.step} of generation {m.generation} in {store.root}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
+    _answer(done, lambda _: tables.say(words), json=json)
+    for part in foreign.left_out:
+        size = f"{tables.counted(part.tensors, 'tensor')}, {tables.human(part.nbytes)}"
+        complain(NAME, f"NOT imported: {part.name} ({size}): {part.why}. To keep it, {part.how}")
+    if foreign.left_out:
+        raise typer.Exit(ExitCode.UNEXPECTED)
+
+
+def _open_foreign(source: str, prefix: str) -> Foreign:
     from surefoot.ckpt.tools import importing
 
     if importing.detect(source) == "dcp":
-        from surefoot.ckpt.tools.dcp import open_dcp
+        from surefoot.ckpt.tools.dcp.importing import open_dcp
 
-        print(
-            f"surefoot ckpt: {source} is a DCP folder, whose metadata is a pickle: read with an unpickler that admits DCP's own "
-            f"classes only",
-            file=sys.stderr,
+        complain(
+            NAME,
+            f"{source} is a DCP folder, whose metadata is a pickle: read with an unpickler that admits DCP's own classes only",
         )
-        foreign = open_dcp(source)
-    else:
-        foreign = importing.open_safetensors(source, prefix=prefix)
-    store = open_store(url)
-    with tables.progress_bar("importing") as progress:
-        m = importing.write_foreign(store, foreign, step=step, progress=progress)
-    done = {"step": m.step, "generation": m.generation, "tensors": len(m.tensors), "nbytes": m.nbytes}
-    words = f"step {m.step} of generation {m.generation} in {store.root}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
-    _answer(done, lambda _: tables.say(words), json=json)
+        return open_dcp(source)
+    return importing.open_safetensors(source, prefix=prefix)
 
 
 # ---------------------------------------------------------------- tidying
@@ -274,21 +296,24 @@ def import_command(
 @app.command("keep")
 def keep_command(
     url: Root,
-    step: Annotated[int, typer.Argument(min=0, show_default=False)],
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, show_default=False)],
     undo: Annotated[bool, typer.Option("--undo", help="Leave it to the rules again.")] = False,
     generation: Generation = None,
+    json: Json = False,
 ) -> None:
     """Exempt a step from retention and gc."""
     from surefoot.ckpt.format.flags import lower_flag, raise_flag
     from surefoot.ckpt.tools.inspect import find_ref
 
-    store = _open(url)
+    store = open_root(url)
     ref, _ = find_ref(store, step, generation)
     if undo:
         lower_flag(store, ref, "kept")
     else:
         raise_flag(store, ref, "kept", "ckpt keep")
-    tables.say(f"step {step} of generation {ref.generation} is {'left to the rules' if undo else 'kept'}")
+    done = {"step": step, "generation": ref.generation, "kept": not undo}
+    words = f"step {step} of generation {ref.generation} is {'left to the rules' if undo else 'kept'}"
+    _answer(done, lambda _: tables.say(words), json=json)
 
 
 @app.command("gc")
@@ -312,6 +337,16 @@ def gc_command(
     off_lineage: Annotated[
         bool, typer.Option("--off-lineage", help="Delete checkpoints that do not count, too.")
     ] = False,
+    abandoned: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Delete too what starts left that died and were followed by another, where it is older than so many hours: more "
+            "than a save can take.",
+            metavar="HOURS",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Say what could be deleted: attempts that came to nothing, leftovers of generations that are over, unfinished uploads."""
@@ -323,8 +358,9 @@ def gc_command(
             "--keep-every and --keep-hours say what to keep besides the newest N: give --keep N too"
         )
     rules = None if keep is None else Retention(newest=keep, every_steps=keep_every, every_hours=keep_hours)
-    store = _open(url)
-    plan = plan_gc(store, rules, off_lineage=off_lineage)
+    store = open_root(url)
+    abandoned_s = None if abandoned is None else abandoned * 3600
+    plan = plan_gc(store, rules, off_lineage=off_lineage, abandoned_s=abandoned_s)
     if yes:
         with tables.progress_bar("deleting", sizes=False) as progress:
             carry_out(store, plan, progress)
@@ -334,40 +370,7 @@ def gc_command(
         tables.print_gc(plan, done=yes)
 
 
-# ---------------------------------------------------------------- words
-
-
-def _open(url: str) -> ObjectStore:
-    """Raises CkptUserError for a folder that is not there: nobody looks at a root that he is yet to make."""
-    store = open_store(url, deadline_s=DEADLINE_S)
-    if store.root.startswith("file://") and not os.path.exists(unquote(urlsplit(store.root).path)):
-        raise CkptUserError(f"{store.root}: there is no such folder; is the address right?")
-    return store
-
-
-def _step(word: int | None, option: int | None) -> int | None:
-    if word is not None and option is not None and word != option:
-        raise CkptUserError(f"which step, {word} or {option}? Give one")
-    return option if word is None else word
-
-
-def _rule(text: str) -> tuple[str, str]:
-    pattern, equals, new = text.partition("=")
-    if not equals or not pattern:
-        raise CkptUserError(f"--rename {text!r} must be REGEX=NEW")
-    return pattern, new
-
-
-def _size(text: str) -> int:
-    """``5GB``: powers of 1000; ``5GiB``: of 1024."""
-    import re
-
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise CkptUserError(f"{text!r} must be a size such as 5GB or 512MiB")
-    unit = (match[2] or "").lower()
-    power = " kmgt".index(unit[0]) if unit else 0
-    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** power)
+# ---------------------------------------------------------------- answers
 
 
 def _answer(value: Any, draw: Any, *, json: bool) -> None:

@@ -4,7 +4,7 @@ A `Foreign` says what there is and hands out the bytes box by box, in the order 
 size, memory is one box. It becomes one data object, one part and one manifest, under a generation of its own that continues
 from the newest step of the root, exactly as a save does.
 
-Safetensors files (a file, or a folder with or without a Hugging Face index) are read here, torch DCP folders in ckpt/tools/dcp.py.
+Safetensors files (a file, or a folder with or without a Hugging Face index) are read here, torch DCP folders in ckpt/tools/dcp/.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from surefoot.ckpt.boxes import Box, whole
@@ -51,6 +52,16 @@ DEADLINE_S = 24 * 3600.0
 """For the whole upload. Nobody else waits for it, and Ctrl-C ends it."""
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the source that is not imported: why, and how to keep it."""
+
+    name: str
+    tensors: int
+    nbytes: int
+    why: str
+    how: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
     """What is to be imported. `pieces` make up every tensor; `read(name, box)` gives the bytes of one, row-major. `values` are
@@ -65,6 +76,8 @@ class Foreign:
     cursor: dict[str, Any] | None = None
     step: int | None = None
     """The step it says it is."""
+    left_out: Sequence[LeftOut] = ()
+    """What there is besides, and cannot be taken over. The checkpoint's facts name it."""
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +114,13 @@ def write_foreign(
     )
     part = PartRecord(generation=generation, step=step, attempt=attempt, writer=0, ranks=(rank,))
     create_or_recognise(store, part_key(generation, step, attempt, 0), encode(part))
-    facts = {"host": socket.gethostname(), "pid": os.getpid(), "imported_from": foreign.label}
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "imported_from": foreign.label,
+    }
+    if foreign.left_out:
+        facts["left_out"] = [part.name for part in foreign.left_out]
     outcome = commit(
         store, generation=generation, step=step, attempt=attempt, writers=1, deadline_s=60.0, facts=facts
     )
@@ -126,7 +145,7 @@ def _step_for(store: ObjectStore, foreign: Foreign, step: int | None, newest: in
         return 0
     if newest is not None and step <= newest:
         raise CkptUserError(
-            f"{store.root} is at step {newest} already: import {foreign.label} as a step above it, or into another root"
+            f"{store.root} is at step {newest} already: import {foreign.label} as a step above it (--step), or into another root"
         )
     return step
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -13,7 +15,7 @@ from surefoot.ckpt.format.flags import flags_among
 from surefoot.ckpt.loading.restore import read_manifest
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs
 from surefoot.ckpt.planning.plan import ITEMSIZES
-from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
+from surefoot.ckpt.record import RECORDS, Record, lineage, list_manifests, on_lineage, read_records
 from surefoot.ckpt.store import ObjectStore, Root, open_store
 
 
@@ -116,6 +118,20 @@ def steps(root: Root) -> list[int]:
     return sorted({m.step for m in lineage(read_records(store), list_manifests(store))})
 
 
+def require_begun(store: ObjectStore) -> None:
+    """Raises StepMissingError where no job has ever begun under the root: it was probably mistyped. Raises ObjectStore…Error."""
+    path = unquote(urlsplit(store.root).path) if store.root.startswith("file://") else None
+    if path is not None and not os.path.isdir(path):
+        what = "this is a file" if os.path.exists(path) else "there is no such folder"
+    elif any(True for _ in store.list(RECORDS)) or list_manifests(store):
+        return
+    else:
+        what = "no job has ever begun there"
+    raise StepMissingError(
+        f"{store.root} is no root of checkpoints: {what}. Is the address right? It is the one that the job saves to"
+    )
+
+
 def find(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[Manifest, bool]:
     """The manifest of `step` (None: the newest) and whether it counts. `generation` finds those off the lineage as well.
 
@@ -133,6 +149,8 @@ def find_ref(store: ObjectStore, step: int | None, generation: int | None = None
         found = [m for m in lineage(records, refs) if step is None or m.step == step]
     else:
         found = [m for m in refs if m.generation == generation and step in (None, m.step)]
+    if not records and not refs:
+        require_begun(store)
     if not found:
         raise StepMissingError(_nothing_there(store, records, refs, step, generation))
     ref = found[-1]
@@ -146,8 +164,6 @@ def _nothing_there(
     step: int | None,
     generation: int | None,
 ) -> str:
-    if not records and not refs:
-        return f"{store.root} is no root of checkpoints: no job has ever begun there; is the address right?"
     what = "no checkpoint" if step is None else f"no step {step}"
     where = "on the lineage" if generation is None else f"of generation {generation}"
     off = [m for m in refs if m.step == step]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
@@ -68,6 +69,11 @@ def human(nbytes: float) -> str:
     return f"{size:.1f} TB"
 
 
+def counted(n: int, what: str) -> str:
+    """``1 object``, ``2 objects``."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
 def ago(seconds: float | None) -> str:
     """``2 h``; empty where it is not known."""
     if seconds is None:
@@ -100,13 +106,16 @@ def print_rows(rows: Sequence[CheckpointRow]) -> None:
         where = "newest" if r.newest else "" if r.counts else "off the lineage"
         mark = ", ".join(w for w in (where, *(_FLAG_WORDS[f] for f in r.flags)) if w)
         if r.problem:
-            mark = f"{mark} unreadable".strip()
-            table.add_row(str(r.step), str(r.generation), mark, "", "", "", "", "", r.problem)
+            mark = ", ".join(w for w in (mark, "unreadable") if w)
+            table.add_row(str(r.step), str(r.generation), mark, "", "", "", "", "", r.reason)
             continue
         size, tensors, ranks = human(r.nbytes), str(r.tensors), str(r.world_size)
         about = (ago(r.age_s), size, tensors, ranks, r.attempt, r.reason)
         table.add_row(str(r.step), str(r.generation), mark, *about)
     say(table)
+    for r in rows:
+        if r.problem:
+            say(f"step {r.step} of generation {r.generation} cannot be read: {r.problem}")
     if rows and (why := rows[-1].facts.get("interval")):
         say(f"saving: {why}")
 
@@ -119,25 +128,43 @@ def print_shown(shown: Shown) -> None:
 
     state = "counts" if shown.counts else "is off the lineage"
     say(
-        f"step {shown.step} of generation {shown.generation} {state}; attempt {shown.attempt}, {shown.world_size} ranks"
+        f"step {shown.step} of generation {shown.generation} {state}; attempt {shown.attempt}, {counted(shown.world_size, 'rank')}"
     )
-    say(f"{human(shown.nbytes)} in {len(shown.objects)} objects; facts: {shown.facts}")
-    table = Table("tensor", "type", "shape", "size", "pieces", "tied to", box=None)
+    say(f"{human(shown.nbytes)} in {counted(len(shown.objects), 'object')}; {_facts(shown.facts)}")
+    table = Table(box=None)
+    for head in ("tensor", "type", "shape", "size", "pieces", "tied to"):
+        table.add_column(head, justify="right" if head in ("size", "pieces") else "left")
     for t in shown.tensors:
         table.add_row(t.name, t.dtype, str(list(t.shape)), human(t.nbytes), str(t.pieces), t.tied_to)
     say(table)
-    say(f"values: {', '.join(shown.values) or 'none'}")
-    say(f"cursor: {shown.cursor}")
+    names = list(shown.values)
+    more = f" and {len(names) - SHOWN_MAX} more (--json lists all)" if len(names) > SHOWN_MAX else ""
+    say(f"values: {', '.join(names[:SHOWN_MAX]) or 'none'}{more}")
+    say(f"cursor: {shown.cursor or 'none'}")
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    """``committed at 2026-01-31 12:00:00 UTC, host a, pid 3``."""
+    words: list[str] = []
+    for name, value in facts.items():
+        if name == "committed_at" and isinstance(value, int | float):
+            at = datetime.fromtimestamp(value, UTC)
+            words.append(f"committed at {at:%Y-%m-%d %H:%M:%S} UTC")
+        else:
+            words.append(f"{name} {value}")
+    return ", ".join(words)
 
 
 def print_reshard(plan: ReshardPlan) -> None:
     from rich.table import Table
 
     say(
-        f"step {plan.step} of generation {plan.generation}, saved by {plan.saved_by} ranks, read by {plan.world_size} "
+        f"step {plan.step} of generation {plan.generation}, saved by {counted(plan.saved_by, 'rank')}, read by {plan.world_size} "
         f"(each tensor cut along its first dimension, as FSDP does); {human(plan.unique_nbytes)} in all"
     )
-    table = Table("rank", "holds", "reads", "from objects", box=None)
+    table = Table(box=None)
+    for head in ("rank", "holds", "reads", "from objects"):
+        table.add_column(head, justify="right")
     for r in plan.ranks:
         table.add_row(str(r.rank), human(r.held_nbytes), human(r.read_nbytes), str(r.objects))
     say(table)
@@ -161,13 +188,17 @@ def print_stats(s: TensorStats) -> None:
 
 
 def print_report(report: Report) -> None:
-    verdict = "sound" if report.ok else "NOT SOUND"
-    say(
-        f"step {report.step} of generation {report.generation} in {report.root}: {verdict}; "
-        f"{human(report.nbytes)} in {report.objects} objects compared with their checksums"
+    which = f"step {report.step} of generation {report.generation} in {report.root}"
+    of = "" if report.nbytes == report.total_nbytes else f" of {human(report.total_nbytes)}"
+    compared = (
+        f"{human(report.nbytes)}{of} in {counted(report.objects, 'object')} compared with their checksums"
     )
-    for problem in report.problems:
-        say(f"  {problem}")
+    if report.ok:
+        say(f"{which}: sound; {compared}")
+        return
+    bad = f", {human(report.damaged_nbytes)} damaged or missing" if report.damage else ""
+    say(f"{which}: NOT SOUND; {compared}{bad}")
+    _listed("", report.problems)
 
 
 def print_diff(d: CheckpointDiff) -> None:
@@ -193,15 +224,16 @@ def _differs(t: TensorDiff) -> str:
 
 
 def _listed(what: str, names: Sequence[str]) -> None:
+    begin = f"  {what}: " if what else "  "
     for line in names[:SHOWN_MAX]:
-        say(f"  {what}: {line}")
+        say(f"{begin}{line}")
     if (more := len(names) - SHOWN_MAX) > 0:
-        say(f"  {what}: and {more} more (--json lists all)")
+        say(f"{begin}and {more} more (--json lists all)")
 
 
 def print_export(plan: ExportPlan, dest: str) -> None:
     say(
-        f"step {plan.step} of generation {plan.generation}: {human(plan.nbytes)} in {len(plan.files)} file(s) in {dest}"
+        f"step {plan.step} of generation {plan.generation}: {human(plan.nbytes)} in {counted(len(plan.files), 'file')} in {dest}"
         + (f"; {plan.left_out} other tensors left out" if plan.left_out else "")
     )
     for tied, written in plan.ties.items():
@@ -212,7 +244,7 @@ def print_gc(plan: GcPlan, *, done: bool) -> None:
     verb = "deleted" if done else "would delete"
     for c in plan.checkpoints:
         say(f"  {verb} step {c.ref.step} of generation {c.ref.generation}, {human(c.nbytes)}: {c.why}")
-    for o in plan.orphans:
+    for o in (*plan.orphans, *plan.abandoned):
         a = o.attempt
         say(
             f"  {verb} attempt {a.attempt} at step {a.step} of generation {a.generation}, {human(o.nbytes)}: {o.reason}"
@@ -220,18 +252,23 @@ def print_gc(plan: GcPlan, *, done: bool) -> None:
     for key in plan.stale_flags:
         say(f"  {verb} {key}: its checkpoint is gone")
     for text in plan.unfinished:
-        say(f"  {verb} {text}: never finished, and its generation is over")
+        say(f"  {verb} {text}: never finished, and another start followed")
     for key in plan.foreign[:SHOWN_MAX]:
         say(f"  left alone: {key} is none of ours")
     if (more := len(plan.foreign) - SHOWN_MAX) > 0:
         say(f"  left alone: {more} more that are none of ours")
     if plan.waiting or plan.waiting_uploads:
-        say(
-            f"  left alone: {plan.waiting} unfinished attempts ({human(plan.waiting_nbytes)}) and {plan.waiting_uploads} uploads that were "
-            f"begun, of starts that are running or have died; they go by themselves when a later start has committed"
+        hint = (
+            ""
+            if plan.untouched_since is not None
+            else " (--abandoned HOURS: those of starts before the newest one, too)"
         )
-    total = len(plan.checkpoints) + len(plan.orphans) + len(plan.stale_flags) + len(plan.unfinished)
-    if not total:
+        say(
+            f"  left alone: {counted(plan.waiting, 'unfinished attempt')} ({human(plan.waiting_nbytes)}) and "
+            f"{counted(plan.waiting_uploads, 'upload')} under way, of starts that are running or have died; they go by "
+            f"themselves when a later start has committed{hint}"
+        )
+    if not (plan.checkpoints or plan.orphans or plan.abandoned or plan.stale_flags or plan.unfinished):
         say("nothing to delete")
     else:
         say(f"{human(plan.nbytes)} {'freed' if done else 'to be freed; nothing was deleted: --yes does it'}")

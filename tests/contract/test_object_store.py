@@ -103,6 +103,14 @@ def test_list_is_deep_sorted_and_by_prefix(store: ObjectStore) -> None:
     assert {o.key: o.size for o in store.list("")}["gen-10/a"] == 8
 
 
+def test_a_listing_says_when_an_object_was_created(store: ObjectStore) -> None:
+    begun = time.time()
+    store.create("d/k", b"x")
+    (listed,) = store.list("d/")
+    # A store may count in whole seconds, and has a clock of its own.
+    assert begun - 60 < listed.modified_at < time.time() + 60
+
+
 @pytest.mark.parametrize("key", ["../x", "/x", "a//b", "a/./b", "", "a/", "a/.tmp-1"])
 def test_keys_that_could_leave_the_root_are_refused(store: ObjectStore, key: str) -> None:
     calls: list[Callable[[], object]] = [

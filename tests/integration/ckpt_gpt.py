@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from surefoot import ckpt
 from surefoot.ckpt.store import open_store
-from surefoot.ckpt.tools.dcp import export_dcp, open_dcp
+from surefoot.ckpt.tools.dcp.exporting import export_dcp
+from surefoot.ckpt.tools.dcp.importing import open_dcp
 from surefoot.ckpt.tools.importing import write_foreign
 from surefoot.examples.gpt import GPT, Config, sum_of_token_losses
 

@@ -84,6 +84,26 @@ def test_each_start_is_a_generation_and_steps_beyond_leave_the_lineage(root: str
     assert (records[2].start, records[2].rollback) == (StartRef(generation=1, step=2), True)
 
 
+@pytest.mark.parametrize("how", ["one-shot", "a Checkpointer"])
+def test_a_load_from_a_root_that_holds_nothing_says_so_and_a_first_start_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """It may be the first start; it may be a root that was mistyped."""
+    state = {"w": torch.ones(3)}
+    root = tmp_path / "typo"
+    if how == "one-shot":
+        assert ckpt.load(root, state) is None
+    else:
+        with ckpt.Checkpointer(root) as c:
+            assert c.load(state) is None
+            c.save(1, state).wait()
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said == [
+        f"nothing was loaded: {root.as_uri()} holds no checkpoint yet. If it should, look whether the address is right"
+    ]
+    assert torch.equal(state["w"], torch.ones(3))
+
+
 def test_saving_without_loading_what_is_there(root: str) -> None:
     ckpt.save(root, 5, build())
     with ckpt.Checkpointer(root) as c, pytest.raises(StaleStartError, match="load first"):

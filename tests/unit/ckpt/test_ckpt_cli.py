@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
-from surefoot.ckpt.__main__ import main
 from surefoot.ckpt.format.flags import flags_among
 from surefoot.ckpt.record import Record, StartRef, create_record, list_manifests
 from surefoot.ckpt.store import ObjectStoreDeniedError, open_store
@@ -35,18 +33,6 @@ def root(tmp_path: Path) -> str:
     start = StartRef(generation=1, step=20)
     create_record(store, Record(generation=2, start=start, reason="rank_exit", created_by="t"))
     return url
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["surefoot ckpt", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
 
 
 def test_ls(run: Any, root: str) -> None:
@@ -95,6 +81,7 @@ def test_verify(run: Any, root: str, byte: int) -> None:
     assert code == ExitCode.UNEXPECTED
     assert "NOT SOUND" in out
     assert "r00001-0.safetensors" in out
+    assert f"{report['nbytes']} B in 2 objects compared" in out
 
 
 @pytest.mark.parametrize(
@@ -104,9 +91,8 @@ def test_verify(run: Any, root: str, byte: int) -> None:
         (["verify", "{root}", "--step", "7"], ExitCode.USAGE, "no step 7"),
         (["verify", "{root}", "7", "--step", "8"], ExitCode.USAGE, "which step"),
         (["show", "{root}", "40"], ExitCode.USAGE, "--generation 1"),
-        (["show", "{root}/typo"], ExitCode.USAGE, "is the address right?"),
-        (["ls", "{root}/typo"], ExitCode.USAGE, "no such folder"),
-        (["show", "{root}/generations"], ExitCode.USAGE, "is no root of checkpoints"),
+        (["show", "{root}", "-1"], ExitCode.USAGE, "-1 is no step"),
+        (["show", "{root}", "--step", "-1"], ExitCode.USAGE, "Invalid value for '--step'"),
         (["ls"], ExitCode.USAGE, "Missing argument 'URL'. See surefoot ckpt ls --help"),
         (["ls", "{root}", "--jsno"], ExitCode.USAGE, "--json"),
         (["verify", "{root}", "x"], ExitCode.USAGE, "valid integer"),
@@ -122,8 +108,11 @@ def test_verify(run: Any, root: str, byte: int) -> None:
         (["gc", "{root}", "--keep-every", "5"], ExitCode.USAGE, "--keep N"),
         (["gc", "{root}", "--keep", "1"], ExitCode.USAGE, "keep"),
         (["keep", "{root}", "7"], ExitCode.USAGE, "no step 7"),
-        (["ls", "{root}/gen-0001/step-0000000020/manifest.json"], ExitCode.ENVIRONMENT, "a file stands"),
+        (["gc", "{root}", "--abandoned", "0.5"], ExitCode.USAGE, "abandoned"),
+        (["export", "{root}", "/proc/none/out"], ExitCode.USAGE, "cannot write to /proc/none/out"),
+        (["export", "{root}", "/proc/none/out", "--to", "dcp"], ExitCode.USAGE, "name another folder"),
         (["nonsense"], ExitCode.USAGE, "nonsense"),
+        (["lst", "{root}"], ExitCode.USAGE, "Did you mean 'ls'? See surefoot ckpt --help"),
     ],
 )
 def test_what_is_wrong_is_one_line(run: Any, root: str, words: list[str], code: int, said: str) -> None:
@@ -134,19 +123,64 @@ def test_what_is_wrong_is_one_line(run: Any, root: str, words: list[str], code: 
     assert err.count("\n") == (1 if said else 0)
 
 
-def test_an_empty_root(run: Any, tmp_path: Path) -> None:
-    code, out, _ = run("ls", str(tmp_path))
-    assert code == 0
-    assert "no job has ever begun" in out
+ASKING = (
+    *(["ls"], ["ls", "--json"], ["show"], ["show", "3"], ["verify"], ["verify", "3"], ["diff", "1", "2"]),
+    *(
+        ["export", "out"],
+        ["export", "out", "--to", "dcp"],
+        ["keep", "3"],
+        ["keep", "3", "--undo"],
+        ["gc", "--yes"],
+    ),
+)
+
+
+@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("empty", "no job has ever begun there"),
+        ("root/gen-0001", "no job has ever begun there"),
+        ("typo", "there is no such folder"),
+        ("root/generations/0001.json", "this is a file"),
+    ],
+)
+def test_every_command_says_the_same_of_what_is_no_root(
+    run: Any, root: str, tmp_path: Path, words: list[str], where: str, said: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    url = (tmp_path / where).as_uri()
+    code, out, err = run(words[0], url, *words[1:])
+    assert (code, out) == (ExitCode.USAGE, "")
+    assert err == (
+        f"surefoot ckpt: {url} is no root of checkpoints: {said}. Is the address right? It is the one that the job saves to\n"
+    )
+
+
+def test_a_root_in_which_nothing_is_committed_yet(run: Any, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    create_record(store, Record(generation=1, start=StartRef(), reason="start", created_by="t"))
+    assert run("ls", str(tmp_path))[:2] == (
+        0,
+        f"no checkpoints yet: a job has begun under {store.root}, and has not committed anything\n",
+    )
     assert run("ls", str(tmp_path), "--json")[1].strip() == "[]"
+    assert "no checkpoint on the lineage" in run("show", str(tmp_path))[2]
 
 
-def test_a_damaged_manifest_is_listed_with_its_problem(run: Any, root: str) -> None:
+def test_a_damaged_manifest_is_a_row_like_others_with_its_problem_below(run: Any, root: str) -> None:
     (path,) = Path(root.removeprefix("file://")).glob("gen-0001/step-0000000040/manifest.json")
+    width = len(run("ls", root)[1].splitlines()[0])
     path.write_bytes(b"{}")
     code, out, _ = run("ls", root)
     assert code == 0
-    assert "unreadable" in out
+    head, sound, unreadable, problem = out.splitlines()
+    assert len(head) == width + len(", unreadable")
+    assert unreadable.split() == ["40", "1", "off", "the", "lineage,", "unreadable", "first_start"]
+    assert sound.index("first_start") == unreadable.index("first_start")
+    assert problem.startswith(
+        "step 40 of generation 1 cannot be read: gen-0001/step-0000000040/manifest.json"
+    )
     assert run("verify", root, "--step", "40", "--generation", "1")[0] == ExitCode.UNEXPECTED
 
 
@@ -173,14 +207,17 @@ def test_what_other_ranks_would_read(run: Any, root: str) -> None:
     scalar = arrays()["optim.params.model.w.step"].nbytes
     assert sum(held) == sum(a.nbytes for a in arrays().values()) + 2 * scalar  # which all of them hold
     assert all(r["read_nbytes"] >= r["held_nbytes"] for r in plan["ranks"])
-    assert "saved by 2 ranks, read by 3" in run("show", root, "--reshard", "3")[1]
+    out = run("show", root, "--reshard", "11")[1]
+    assert "saved by 2 ranks, read by 11" in out
+    assert len({len(line) for line in out.splitlines()[1:]}) == 1, "columns are aligned"
 
 
 def test_a_sound_one_is_noted_and_listed(run: Any, root: str) -> None:
     assert run("verify", root, "20")[0] == 0
     assert run("keep", root, "20")[0] == 0
     assert "newest, kept, verified" in run("ls", root)[1]
-    assert run("keep", root, "20", "--undo")[0] == 0
+    code, out, _ = run("keep", root, "20", "--undo", "--json")
+    assert (code, msgspec.json.decode(out)) == (0, {"step": 20, "generation": 1, "kept": False})
     assert msgspec.json.decode(run("ls", root, "--json")[1])[0]["flags"] == ["verified"]
 
 
@@ -254,13 +291,6 @@ def test_gc_keeps_the_sound_ones_when_verify_has_found_damage(run: Any, tmp_path
     assert flags_among(o.key for o in store.list("gen-"))[1, 4] == {"verified"}
 
 
-def test_a_file_is_no_root(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("not a root")
-    for words in (["ls"], ["show"], ["verify"], ["gc"]):
-        code, _, err = run(*words, str(tmp_path / "notes.txt"))
-        assert (code, "a file stands where a folder should" in err) == (ExitCode.ENVIRONMENT, True), words
-
-
 def test_gc_says_what_it_would_do(run: Any, root: str) -> None:
     folder = Path(root.removeprefix("file://"))
     dead = folder / "gen-0001" / "step-0000000030" / "dead"
@@ -282,8 +312,8 @@ def test_gc_says_what_it_would_do(run: Any, root: str) -> None:
     )
     store.upload("gen-0002/step-0000000070/a3/r00000-0.safetensors", 4096, deadline_s=10)
     out = run("gc", root)[1]
-    assert "left alone: 1 unfinished attempts (" in out
-    assert "and 1 uploads that were begun" in out
+    assert "left alone: 1 unfinished attempt (" in out
+    assert "and 1 upload under way" in out
     assert "would delete attempt dead at step 30 of generation 1, 5.0 kB: its generation is over" in out
     assert "README is none of ours" in out
     assert "nothing was deleted" in out

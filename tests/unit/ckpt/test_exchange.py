@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -26,9 +26,12 @@ from surefoot.ckpt.store import open_store
 from surefoot.ckpt.tools import exporting
 from surefoot.ckpt.tools.boxreader import BoxReader, slabs
 from surefoot.ckpt.tools.comparing import compare
-from surefoot.ckpt.tools.dcp import UntrustedPickleError, export_dcp, open_dcp
+from surefoot.ckpt.tools.dcp.exporting import export_dcp
+from surefoot.ckpt.tools.dcp.folder import UntrustedPickleError
+from surefoot.ckpt.tools.dcp.importing import open_dcp
 from surefoot.ckpt.tools.importing import open_safetensors, write_foreign
 from surefoot.ckpt.tools.inspect import find
+from surefoot.exitcodes import ExitCode
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled"
@@ -291,6 +294,107 @@ def test_what_torch_wrote_loads_as_a_live_state(tmp_path: Path) -> None:
     assert live["optim"].param_groups[0]["betas"] == (0.8, 0.9)
     assert live["epoch"] == 3
     assert live["sched"].state_dict() == saved["sched"].state_dict()
+
+
+def raw_optimizer() -> tuple[dict[str, Any], str]:
+    state = make_state()
+    return {"model": state["model"].state_dict(), "optim": state["optim"].state_dict()}, "numbers parameters"
+
+
+def flattened_optimizer() -> tuple[dict[str, Any], str]:
+    state = make_state()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optim = get_state_dict(state["model"], state["optim"], options=options)
+    return {"model": model, "optim": optim}, "flattened"
+
+
+def raw_optimizer_without_state() -> tuple[dict[str, Any], str]:
+    model = make_state()["model"]
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model.state_dict(), "optim": optim.state_dict()}, "numbers parameters"
+
+
+def optimizer_of_a_model_elsewhere() -> tuple[dict[str, Any], str]:
+    state = make_state()
+    _, optim = get_state_dict(state["model"], state["optim"])
+    return {"model": {"other.weight": torch.ones(2)}, "optim": optim}, "no model"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [raw_optimizer, flattened_optimizer, raw_optimizer_without_state, optimizer_of_a_model_elsewhere],
+)
+def test_an_optimizer_that_cannot_be_taken_over_is_said_and_the_rest_imported(
+    run: Any, tmp_path: Path, make: Any
+) -> None:
+    """Its state would stand under names that no load asks for."""
+    state, why = make()
+    dcp_save({**state, "step": 7}, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    there = str(tmp_path / "new")
+    code, out, err = run("import", str(tmp_path / "dcp"), there, "--json")
+    assert code == ExitCode.UNEXPECTED
+    told = json.loads(out)
+    (part,) = told["left_out"]
+    assert part["name"] == "optim"
+    assert why in part["why"]
+    assert f"NOT imported: optim ({part['tensors']} tensors, " in err
+    assert part["how"] in err
+    manifest = reader(there).manifest
+    assert (told["step"], manifest.step) == (7, 7)
+    assert {n.partition(".")[0] for n in manifest.tensors} == {"model"}
+    assert set(manifest.values) == {"step"}
+    assert manifest.facts["left_out"] == ["optim"]
+    model = make_state(5)["model"]
+    if "other.weight" not in state["model"]:
+        ckpt.load(there, {"model": model, "step": 0})
+        assert torch.equal(model.up.weight, state["model"]["up.weight"])
+
+
+def test_nothing_is_committed_where_all_would_be_left_out(tmp_path: Path) -> None:
+    optim = make_state()["optim"].state_dict()
+    dcp_save({"optim": optim}, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    with pytest.raises(CkptUserError, match="nothing of it can be imported: of optim, it is a plain"):
+        open_dcp(tmp_path / "dcp")
+
+
+def test_an_optimizer_below_the_top_finds_its_own_model(tmp_path: Path) -> None:
+    """Two pairs with the same parameter names: each optimizer belongs to the model beside it."""
+    pairs = {name: make_state(seed) for name, seed in (("gen", 0), ("disc", 3))}
+    state: dict[str, Any] = {}
+    for name, pair in pairs.items():
+        model, optim = get_state_dict(pair["model"], pair["optim"])
+        state[name] = {"model": model, "optim": optim}
+    dcp_save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    foreign = open_dcp(tmp_path / "dcp")
+    assert foreign.left_out == ()
+    there = str(tmp_path / "new")
+    write_foreign(open_store(there), foreign)
+    live: dict[str, dict[str, Any]] = {}
+    for name in pairs:
+        other = make_state(9)
+        live[name] = {"model": other["model"], "optim": other["optim"]}
+    ckpt.load(there, live)
+    for name, pair in pairs.items():
+        mine, theirs = live[name], pair
+        assert torch.equal(mine["model"].up.weight, theirs["model"].up.weight)
+        mine_state = mine["optim"].state[mine["model"].up.weight]
+        assert torch.equal(mine_state["exp_avg"], theirs["optim"].state[theirs["model"].up.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [(7, 7), (torch.tensor(7), 7), (-1, 0), ("7", 0), (True, 0), (torch.tensor(7.5), 0), (torch.ones(2), 0)],
+    ids=str,
+)
+def test_the_step_that_a_folder_names_is_the_one_it_is_imported_as(
+    tmp_path: Path, step: Any, found: int
+) -> None:
+    dcp_save(
+        {"w": torch.ones(3), "step": step}, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True
+    )
+    assert write_foreign(open_store(tmp_path / "new"), open_dcp(tmp_path / "dcp")).step == found
+    again = write_foreign(open_store(tmp_path / "other"), open_dcp(tmp_path / "dcp"), step=9)
+    assert again.step == 9
 
 
 class Loud:

@@ -26,7 +26,7 @@ from surefoot.ckpt.manifest import Ledger, LedgerRef, encode, ledger_key, manife
 from surefoot.ckpt.store import ObjectStoreError, open_store
 from surefoot.ckpt.tools.boxreader import BoxReader
 from surefoot.ckpt.tools.comparing import compare
-from surefoot.ckpt.tools.dcp import export_dcp
+from surefoot.ckpt.tools.dcp.exporting import export_dcp
 from surefoot.ckpt.tools.inspect import find, list_checkpoints, show
 from surefoot.ckpt.tools.tensorstats import tensor_stats
 
