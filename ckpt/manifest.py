@@ -24,7 +24,7 @@ FORMAT = 1
 BLOCK_NBYTES = 4 * 2**20
 """Checksum granularity: a ranged read of one element fetches at most this much; at 8 bytes each the sums of a terabyte
 stay below 2 MB."""
-
+PAGE_NBYTES = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """No stored number is negative, or so large that sums of two leave 64 bits: refused when decoded."""

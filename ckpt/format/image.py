@@ -24,11 +24,10 @@ import xxhash
 
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError
-from surefoot.ckpt.manifest import BLOCK_NBYTES, LedgerRow, Piece, TensorMeta
+from surefoot.ckpt.manifest import BLOCK_NBYTES, PAGE_NBYTES, LedgerRow, Piece, TensorMeta
 from surefoot.failpoint import failpoint
 
 FORMAT = 1
-PAGE_NBYTES = 4096
 ALIGN_NBYTES = 64
 """A cache line: the second part of the data begins on one."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from surefoot.ckpt.errors import DamagedError
+from surefoot.ckpt.manifest import PAGE_NBYTES
 from surefoot.ckpt.planning.plan import ITEMSIZES
 
 DTYPES = {
@@ -43,7 +44,8 @@ HEADER_NBYTES_MAX = 100_000_000
 DIMS_MAX = 64
 """As torch's own."""
 NUMEL_MAX = 2**62
-ALIGN_NBYTES = 64
+ALIGN_NBYTES = PAGE_NBYTES
+"""Data that begins on a page is copied to and from files by whole pages, which is up to half as fast again."""
 
 
 class StTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +59,7 @@ class StTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_header(tensors: Iterable[StTensor], about: Mapping[str, str]) -> bytes:
-    """The beginning of a file up to its data, padded to a multiple of 64."""
+    """The beginning of a file up to its data, padded to whole pages."""
     entries: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     for t in tensors:
         entries[t.name] = {"dtype": DTYPES[t.dtype], "shape": t.shape, "data_offsets": (t.begin, t.end)}

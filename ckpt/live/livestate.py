@@ -81,6 +81,11 @@ class LiveState:
         self._found = Collected()
 
     @property
+    def known(self) -> bool:
+        """The ranks have agreed on a layout; the same on all of them."""
+        return self._layout is not None
+
+    @property
     def layout(self) -> RankLayout:
         assert self._layout is not None, "agree comes first"
         return self._layout

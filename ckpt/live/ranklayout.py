@@ -62,7 +62,8 @@ def agree_on_layout(
     layouts = layouts_of([tensors]) if world_size == 1 else exchange_layouts(tensors, rank, exchange)
     share = Plan(layouts).share(rank)
     metas = {t.name: TensorMeta(dtype=t.dtype, shape=t.shape) for t in tensors}
-    written, written_nbytes = place(metas, share.written)
+    shared = {name for name, _ in share.shared}
+    written, written_nbytes = place(metas, share.written, shared=shared)
     kept, end = place(metas, share.kept, aligned(written_nbytes))
     structure = _structure(metas, aliases, share, written, written_nbytes, kept, end)
     return RankLayout(

@@ -2,7 +2,7 @@
 
 What several ranks need goes in rounds: the blocks of the next rounds are read while those of this one are taken in by the
 reader's neighbours on the machine, from its memory (ckpt/loading/nodememory.py), and sent to the others (ckpt/loading/sharing.py). What one
-rank needs alone it reads last, several segments at a time where the store is far away, and straight into live tensors where
+rank needs alone it reads last (or while it waits for others), several segments at a time where the store is far away, and straight into live tensors where
 the stored bytes lie in them in one piece; the rest goes through scratch memory, as does everything for tensors on
 accelerators (page-locked). Rooms for rounds and scratch are a few segments, whatever the state's size, and are used
 again: fresh memory is filled at 0.6 GB/s here, warm memory at 8.
@@ -25,7 +25,7 @@ from surefoot.ckpt.live.leaves import Leaf, memory_of, part_of
 from surefoot.ckpt.live.source import Want
 from surefoot.ckpt.loading.nodememory import NodeMemory, meet
 from surefoot.ckpt.loading.reading import read_into
-from surefoot.ckpt.loading.sharing import Parcel, Party, bits
+from surefoot.ckpt.loading.sharing import Parcel, Party, Vote, bits
 from surefoot.ckpt.planning.readplan import Cut, Need, ReadPlan, Segment
 from surefoot.ckpt.store import ObjectStore
 
@@ -109,13 +109,14 @@ class Carrier:
                 self._leaves.setdefault((want.stored, h.box), []).append(want.leaf)
         self._pinned = any(v.is_cuda for w in wants for v in w.leaf.views)
         self._scratch = _Scratch(pinned=self._pinned)
+        self._private = deque(plan.private)
 
     def run(self) -> None:
         """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
         with _readers(self._plan.pace.readers) as pool:
             try:
                 self._share(pool)
-                for future in _submitted(pool, self._read_private, self._plan.private):
+                for future in _submitted(pool, self._read_private, self._private):
                     future.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -192,7 +193,10 @@ class Carrier:
                 held = {s: future.result() for s, future in reading.popleft().items()}
             except Exception as e:
                 error = error or e
-            if self._in_group(self._party.any, error is not None):
+            vote = self._in_group(self._party.vote, error is not None)
+            if isinstance(pool, _Inline):
+                error = error or self._read_while(vote)
+            if self._in_group(lambda v: v.result(), vote):
                 raise error or StoppedError
             begin(number + depth - 1)
             try:
@@ -203,6 +207,15 @@ class Carrier:
                 error = e
         if error is not None:
             raise error
+
+    def _read_while(self, vote: Vote) -> Exception | None:
+        """While others are not as far yet, read what this rank needs alone; returns what went wrong with that, for the next vote."""
+        while self._private and vote.pending():
+            try:
+                self._read_private(self._private.popleft())
+            except Exception as e:
+                return e
+        return None
 
     def _in_group(self, call: Callable[[_T], _R], given: _T) -> _R:
         try:

@@ -47,7 +47,7 @@ class _Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ManifestWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What rank 0 found: the manifest's bytes, or why it has none."""
+    """What a rank found: the manifest's bytes (rank 0), or why there is none that it can use."""
 
     data: bytes = b""
     missing: str = ""
@@ -57,32 +57,44 @@ class _ManifestWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def shared_manifest(store: ObjectStore, party: Party, generation: int, step: int) -> Manifest:
-    """One rank reads the manifest, all have it. Collective.
+    """One rank reads the manifest, all have it, and each decodes it for itself, at the same time. Collective.
 
-    Raises: StepMissingError, DamagedError, on all ranks; FormatError, ObjectStore…Error on rank 0, ElsewhereError on others.
+    Raises: StepMissingError, DamagedError, FormatError, on all ranks; ObjectStore…Error on rank 0, ElsewhereError on others.
     """
     error: Exception | None = None
-    manifest: Manifest | None = None
     word = _ManifestWord()
     if party.rank == 0:
         try:
-            data = read_manifest_bytes(store, generation, step)
-            manifest = decode_manifest(data, generation, step)
-            require_objects(store, manifest)
-            word = _ManifestWord(data=data)
+            word = _ManifestWord(data=read_manifest_bytes(store, generation, step))
         except Exception as e:  # whatever it is, the others must hear of it before this rank raises
             error, word = e, _manifest_word(e)
     if party.world_size > 1:
         word = msgspec.msgpack.decode(party.from_first(msgspec.msgpack.encode(word)), type=_ManifestWord)
-    if error is not None:
-        raise error
+    _raise_manifest_word(word, error)
+    manifest: Manifest | None = None
+    try:
+        manifest = decode_manifest(word.data, generation, step)
+        if party.rank == 0:
+            require_objects(store, manifest)
+    except Exception as e:
+        error = e
+    if party.any(error is not None):
+        told = party.exchange(msgspec.msgpack.encode(_manifest_word(error) if error else _ManifestWord()))
+        words = [msgspec.msgpack.decode(data, type=_ManifestWord) for data in told]
+        _raise_manifest_word(next(w for w in words if w != _ManifestWord()), error)
+    assert manifest is not None, "whoever could not decode it has said so"
+    return manifest
+
+
+def _raise_manifest_word(word: _ManifestWord, mine: Exception | None) -> None:
+    if mine is not None:
+        raise mine
     if word.missing:
         raise StepMissingError(word.missing)
     if word.damaged:
         raise DamagedError(word.damaged, key=word.key)
     if word.failure:
         raise ElsewhereError(f"rank 0: {word.failure}")
-    return manifest or decode_manifest(word.data, generation, step)
 
 
 def _manifest_word(error: Exception) -> _ManifestWord:

@@ -37,6 +37,33 @@ class Parcel:
     tag: int
 
 
+class Vote:
+    """Does any rank say yes? This one has been answered."""
+
+    def __init__(self, answer: bool) -> None:
+        self._answer = answer
+
+    def pending(self) -> bool:
+        """Some rank has not voted yet."""
+        return False
+
+    def result(self) -> bool:
+        """Waits for all. Raises RuntimeError where the group failed."""
+        return self._answer
+
+
+class _VoteInGroup(Vote):
+    def __init__(self, word: torch.Tensor, work: Any) -> None:
+        self._word, self._work = word, work
+
+    def pending(self) -> bool:
+        return not self._work.is_completed()
+
+    def result(self) -> bool:
+        self._work.wait()
+        return bool(self._word.item())
+
+
 class Party:
     """Ranks that can talk to each other, but have no group to pass bytes on: each reads for itself what it needs."""
 
@@ -55,7 +82,11 @@ class Party:
 
     def any(self, flag: bool) -> bool:
         """Does any rank say yes?"""
-        return b"1" in self.exchange(b"1" if flag else b"0")
+        return self.vote(flag).result()
+
+    def vote(self, flag: bool) -> Vote:
+        """`any`, begun: who has something else to do does that until the others have voted."""
+        return Vote(b"1" in self.exchange(b"1" if flag else b"0"))
 
     def from_first(self, data: bytes) -> bytes:
         """Rank 0's bytes."""
@@ -92,10 +123,10 @@ class SharingParty(Party):
         else:
             self.device = torch.device("cpu")
 
-    def any(self, flag: bool) -> bool:
+    def vote(self, flag: bool) -> Vote:
         word = torch.tensor([int(flag)], dtype=torch.int32, device=self.device)
-        dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group)
-        return bool(word.item())
+        work = dist.all_reduce(word, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return _VoteInGroup(word, work)
 
     def from_first(self, data: bytes) -> bytes:
         nbytes = torch.tensor([len(data)], dtype=torch.int64, device=self.device)

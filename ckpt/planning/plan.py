@@ -14,7 +14,7 @@ box) where that is more, for each group that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from surefoot.ckpt.boxes import Box, stretch
 from surefoot.ckpt.errors import CoverageError, StateError
-from surefoot.ckpt.manifest import BLOCK_NBYTES, TensorMeta
+from surefoot.ckpt.manifest import BLOCK_NBYTES, PAGE_NBYTES, TensorMeta
 from surefoot.ckpt.planning.coverage import miscounted, uncovered_error
 from surefoot.ckpt.planning.dealing import Bulk, deal, fill
 from surefoot.ckpt.planning.layouts import HeldTensor, Layouts, Template, layouts_of
@@ -314,18 +314,24 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(
-    tensors: Mapping[str, TensorMeta], pieces: Iterable[tuple[str, Box]], start: int = 0
+    tensors: Mapping[str, TensorMeta],
+    pieces: Iterable[tuple[str, Box]],
+    start: int = 0,
+    shared: Collection[str] = (),
 ) -> tuple[list[Placed], int]:
     """Lay pieces out one after the other from byte `start`, without holes; returns them and the end.
 
     Pieces of whole checksum blocks come first, so each of them begins with a block and no other piece's reader fetches any of it.
-    Then the largest element types come first, so every piece is aligned to its own (safetensors allows no padding between
-    tensors). `start` must be a multiple of 16.
+    Whole pages are next: they are copied fastest from page to page. Then the largest element types come first, so every piece is
+    aligned to its own (safetensors allows no padding between tensors). Within all that, tensors that many ranks hold (`shared`)
+    come last: they lie together, in few blocks, and all ranks of a load need these few. `start` must be a multiple of 16.
     """
 
-    def order(piece: tuple[str, Box]) -> tuple[int, int, tuple[str, Box]]:
+    def order(piece: tuple[str, Box]) -> tuple[int, int, bool, tuple[str, Box]]:
         meta = tensors[piece[0]]
-        return nbytes_of(meta, piece[1]) % BLOCK_NBYTES != 0, -ITEMSIZES[meta.dtype], piece
+        nbytes = nbytes_of(meta, piece[1])
+        grade = 0 if nbytes % BLOCK_NBYTES == 0 else 1 if nbytes % PAGE_NBYTES == 0 else 2
+        return grade, -ITEMSIZES[meta.dtype] if grade == 2 else 0, piece[0] in shared, piece
 
     placed: list[Placed] = []
     at = start

@@ -34,7 +34,6 @@ from surefoot.ckpt.errors import (
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
-from surefoot.ckpt.loading.restore import read_manifest
 from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_start
 from surefoot.ckpt.manifest import ManifestRef
 from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
@@ -134,7 +133,11 @@ class Checkpointer:
         The next save then continues from there: it opens a generation of its own, and steps beyond leave the lineage. Memory
         for saves is made ready in the background (see `prepare`); who only loads takes `ckpt.load`.
 
+        Settings of optimizers (lr, betas) come back as they were saved: set others after the load.
+
         Args:
+            strict: refuse names that only the state or only the checkpoint has. Otherwise the former keep their values, and
+                `Loaded` lists both. Another shape or type is refused either way.
             wait_s: how long to wait for `step`, where it is not committed yet.
 
         Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
@@ -149,9 +152,11 @@ class Checkpointer:
         """Get ready to save `state`: agree on its layout, start the uploader, and touch memory, with room for what optimizers will
         add. The first save is then as quick as the others. Collective; `load` does it, and `save` where nobody did.
 
-        A state that cannot be saved is no error here.
+        A state that cannot be saved is no error here, and who has saved already is ready.
         """
         equipment = self._equipped()
+        if equipment.live.known:
+            return
         word, _ = self._look(0, state)
         verdict = self._decide(word)
         if not verdict.failure:
@@ -272,11 +277,8 @@ class Checkpointer:
         if loaded is not None:
             self._start = StartRef(generation=loaded.generation, step=loaded.step)
             self._generation = None
-            first = channel.rank == 0
-            self._cadence.loaded(
-                read_manifest(self._store, loaded.generation, loaded.step).facts if first else {}
-            )
-            if first:
+            self._cadence.loaded(loaded.facts)
+            if channel.rank == 0:
                 for passed, why in loaded.passed_over:
                     _log.warning("step %d was passed over: %s", passed, why)
         return loaded

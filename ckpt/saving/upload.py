@@ -16,16 +16,10 @@ import xxhash
 
 from surefoot.ckpt.boxes import Box, intersect
 from surefoot.ckpt.errors import CommitError, ImageError
-from surefoot.ckpt.format.image import (
-    PAGE_NBYTES,
-    ImageInfo,
-    ImageStructure,
-    SharedBox,
-    data_view,
-    read_image,
-)
+from surefoot.ckpt.format.image import ImageInfo, ImageStructure, SharedBox, data_view, read_image
 from surefoot.ckpt.format.stformat import DTYPES, StTensor, encode_header
 from surefoot.ckpt.manifest import (
+    PAGE_NBYTES,
     DataObject,
     PartRecord,
     Piece,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from surefoot.ckpt.format.image import ALIGN_NBYTES, PAGE_NBYTES, ImageStructure, ImageWriter, aligned
-from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
+from surefoot.ckpt.format.image import ALIGN_NBYTES, ImageStructure, ImageWriter, aligned
+from surefoot.ckpt.manifest import PAGE_NBYTES, LedgerRow, Piece, TensorMeta
 
 ROOM_NBYTES = 16 << 10
 """For seal page and meta data."""

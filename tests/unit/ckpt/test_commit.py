@@ -14,11 +14,11 @@ from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CommitError, DamagedError, ImageError
-from surefoot.ckpt.format.image import PAGE_NBYTES
 from surefoot.ckpt.format.merge import merge_parts
 from surefoot.ckpt.format.sound import require_sound
 from surefoot.ckpt.loading.restore import read_ledger, read_manifest
 from surefoot.ckpt.manifest import (
+    PAGE_NBYTES,
     DataObject,
     LedgerRow,
     Manifest,

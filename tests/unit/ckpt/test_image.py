@@ -12,7 +12,6 @@ from ckpt_images import arrays, make_images
 from surefoot import failpoint
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError
 from surefoot.ckpt.format.image import (
-    PAGE_NBYTES,
     ImageStructure,
     ImageWriter,
     block_sums,
@@ -20,6 +19,7 @@ from surefoot.ckpt.format.image import (
     unseal,
     verify_image,
 )
+from surefoot.ckpt.manifest import PAGE_NBYTES
 
 
 def kind_of(buf: memoryview) -> str:

@@ -175,3 +175,17 @@ def test_groups_within_groups_are_levelled_from_the_smallest_up() -> None:
 def test_coalesce() -> None:
     assert coalesce([5, 1, 2, 3, 3, 9], count_max=2) == [(1, 3), (3, 4), (5, 6), (9, 10)]
     assert coalesce([], count_max=4) == []
+
+
+def test_what_many_ranks_hold_lies_together_in_few_blocks() -> None:
+    """The steps of an optimizer stand between its moments by name; a block with one of them is a block that all ranks need."""
+    metas = {}
+    for i in range(40):
+        metas[f"{i:02}.exp_avg"] = TensorMeta(dtype="float32", shape=(1000, 301))
+        metas[f"{i:02}.pages"] = TensorMeta(dtype="float32", shape=(3, 1024))
+        metas[f"{i:02}.step"] = TensorMeta(dtype="float32", shape=())
+    shared = {name for name in metas if name.endswith("step")}
+    placed, end = place(metas, ((name, whole(m.shape)) for name, m in metas.items()), shared=shared)
+    assert [p.name for p in placed[-len(shared) :]] == sorted(shared)
+    assert end - placed[-len(shared)].at == 4 * len(shared)
+    assert all(p.at % 4096 == 0 for p in placed if p.name.endswith("pages"))

@@ -15,12 +15,11 @@ import torch
 
 from surefoot import ckpt
 from surefoot.ckpt.errors import ImageError
-from surefoot.ckpt.format.image import PAGE_NBYTES
 from surefoot.ckpt.live.copying import BOUNCE_NBYTES, LiveChunks
 from surefoot.ckpt.live.leaves import leaf_of
 from surefoot.ckpt.live.pool import StagingBuffer
 from surefoot.ckpt.live.ranklayout import agree_on_layout
-from surefoot.ckpt.manifest import object_key
+from surefoot.ckpt.manifest import PAGE_NBYTES, object_key
 from surefoot.ckpt.store import MemoryObjectStore, Upload, open_store
 from surefoot.ckpt.tiers import Stager, upload_images
 
