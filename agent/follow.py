@@ -274,6 +274,7 @@ class Follower:
                 start_generation=start[0],
                 start_step=start[1],
                 drop_replicas=tuple(drop),
+                conditional=plan.conditional,
             )
         )
 

@@ -142,6 +142,8 @@ class GenerationMsg(_NodeMessage, frozen=True, kw_only=True, tag="generation"):
     start_step: int
     drop_replicas: tuple[int, ...] = ()
     """Ranks whose copies are of no more use here; their slots are removed."""
+    conditional: bool = True
+    """As in the plan."""
 
 
 class ReplicateMsg(_NodeMessage, frozen=True, kw_only=True, tag="replicate"):

@@ -89,12 +89,17 @@ class SnapshotJobs:
         self._start = (0, 0)
         self._swept = 0
         """The generation after whose first commit the leftovers of those before it were swept."""
+        self._conditional = True
         self._store: ObjectStore | None = None
         self._store_lock = threading.Lock()
 
     def set_generation(self, message: GenerationMsg) -> None:
         self._in_force = message.generation
         self._start = (message.start_generation, message.start_step)
+        with self._store_lock:
+            self._conditional = message.conditional
+            if self._store is not None and not message.conditional:
+                tiers.do_without_conditions(self._store)
         self._shelf.set_generation(message.generation)
         self._shelf.drop_ranks(message.drop_replicas)
 
@@ -263,6 +268,8 @@ class SnapshotJobs:
         with self._store_lock:
             if self._store is None:
                 self._store = open_store(self._config.root)
+                if not self._conditional:
+                    tiers.do_without_conditions(self._store)
             return self._store
 
 

@@ -10,6 +10,7 @@ from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.live.staging import Restored, Stager
 from surefoot.ckpt.loading.restore import committed_rows, restore_committed
 from surefoot.ckpt.manifest import LedgerRow
+from surefoot.ckpt.objects.probe import do_without_conditions
 from surefoot.ckpt.saving.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.saving.upload import report_failure, upload_images
 
@@ -29,6 +30,7 @@ __all__ = [
     "apply_retention",
     "commit",
     "committed_rows",
+    "do_without_conditions",
     "read_image",
     "report_failure",
     "restore_committed",

@@ -30,7 +30,7 @@ from surefoot.controller.core import invariants
 from surefoot.controller.core.advance import advance
 from surefoot.controller.core.settings import Settings
 from surefoot.controller.core.state import State
-from surefoot.controller.effects import Effects, Means, Records
+from surefoot.controller.effects import Effects, Means, Records, Trial
 from surefoot.controller.election import Election, Leadership
 from surefoot.controller.errors import CoreBrokenError
 from surefoot.controller.inbox import Inbox
@@ -79,6 +79,7 @@ class Controller:
         self._reader = WorldReader(settings.job)
         self._inbox = Inbox()
         self._records = Records(objects)
+        self._trial = Trial(objects)
         self._journal = Journal(config.state_dir / "journal", objects, settings.controller)
         self._state = State(settings=settings)
         self._lock = threading.Lock()
@@ -248,6 +249,7 @@ class Controller:
                 journal=self._journal,
             ),
             self._records,
+            self._trial,
             leadership,
             lambda events: self._inbox.post(events, term=term),
         )

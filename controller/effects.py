@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from surefoot import history
-from surefoot.ckpt.control import aside_among, set_aside, why_aside
+from surefoot.ckpt.control import aside_among, ensure_exclusive, set_aside, why_aside
 from surefoot.ckpt.errors import CkptError, DamagedError, FormatError
 from surefoot.ckpt.manifest import ManifestRef, manifest_key, manifest_refs
 from surefoot.ckpt.record import (
@@ -94,11 +94,40 @@ class Records:
         return {g: r for g, (r, _) in found.items()}, {g: h for g, (_, h) in found.items()}
 
 
+class Trial:
+    """Does the object store create conditionally? Tried once in a controller's life, before it relies on that."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._lacks: str | None = None
+
+    def lacks(self) -> str:
+        """What it lacks, in words; the store then does without from now on. Empty: nothing.
+
+        Raises: ObjectStoreDeniedError: it cannot hold a job; ObjectStoreUnavailableError: it could not be asked.
+        """
+        with self._lock:
+            if self._lacks is None:
+                try:
+                    probe = ensure_exclusive(self._objects)
+                except ObjectStoreDeniedError as e:
+                    raise ObjectStoreDeniedError(
+                        f"{e} (a controller tries at its start whether the object store creates conditionally: it may list, read, create"
+                        f" and delete below job.root, {self._objects.root}, or cannot run the job)"
+                    ) from e
+                self._lacks = "" if probe.exclusive else probe.detail
+            return self._lacks
+
+
 class Effects:
     """The hands of one controller for the length of one term."""
 
-    def __init__(self, means: Means, records: Records, leadership: Leadership, post: Post) -> None:
-        self._means, self._records, self._leadership, self._post = means, records, leadership, post
+    def __init__(
+        self, means: Means, records: Records, trial: Trial, leadership: Leadership, post: Post
+    ) -> None:
+        self._means, self._records, self._trial = means, records, trial
+        self._leadership, self._post = leadership, post
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="effects")
         self._probes = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probes")
         self._diary = ThreadPoolExecutor(max_workers=1, thread_name_prefix="incidents")
@@ -205,6 +234,7 @@ class Effects:
     def _list_lineage(self, decision: dec.ListLineage) -> ev.Event:
         op = decision.op
         try:
+            lacks = self._trial.lacks()
             keys = [o.key for o in self._means.objects.list("gen-")]
             aside = {at: why_aside(self._means.objects, *at) for at in aside_among(keys)}
             # Records after manifests: a generation has its record before its first manifest, so whatever manifest was
@@ -217,7 +247,9 @@ class Effects:
         except CkptError as e:
             return ev.LineageDamaged(op=op, detail=str(e))
         manifests = tuple(manifest_refs(keys))
-        return ev.LineageListed(op=op, records=records, hashes=hashes, manifests=manifests, aside=aside)
+        return ev.LineageListed(
+            op=op, records=records, hashes=hashes, manifests=manifests, aside=aside, lacks=lacks
+        )
 
     def _set_aside(self, decision: dec.SetAside) -> None:
         """Not fenced by etcd, and need not be: that bytes are damaged does not depend on who leads."""

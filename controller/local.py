@@ -42,6 +42,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from surefoot import marks, tether
+from surefoot.ckpt.control import ensure_exclusive
 from surefoot.ckpt.record import list_records
 from surefoot.ckpt.store import (
     ObjectStore,
@@ -493,12 +494,14 @@ def _no_interruptions() -> Iterator[None]:
 
 
 def _reachable(root: str) -> ObjectStore:
-    """The object store, if it answers; one clear error instead of one from each component."""
+    """The object store, if it answers and lets a job create; one clear error instead of one from each component. Where it does not
+    create conditionally, that is said."""
     if not root.startswith("s3://"):
         _make_root(Path(root.removeprefix("file://")))
     objects = open_store(root, deadline_s=PREFLIGHT_S)
     try:
         list_records(objects)
+        ensure_exclusive(objects)
     except ObjectStoreError as e:
         raise RunFailedError(str(e), ExitCode.ENVIRONMENT) from e
     return objects

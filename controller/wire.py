@@ -87,6 +87,8 @@ class Plan(_Value, frozen=True, kw_only=True):
     peers: dict[str, str] = {}
     """Node uid to the uid of the node that holds copies of its snapshots; a node that is absent has no peer."""
     reason: Reason
+    conditional: bool = True
+    """Whether the object store creates conditionally, as its leader found; without, all writers do without, alike."""
     spec_hash: str
     code_version: str
     controller: str

@@ -133,8 +133,7 @@ def ensure_exclusive(store: ObjectStore) -> Probe:
     probe = probe_conditional(store)
     if probe.exclusive:
         return probe
-    fall_back = getattr(store, "do_without_conditions", None)
-    if fall_back is None:
+    if not do_without_conditions(store):
         raise ObjectStoreDeniedError(
             f"{probe.detail}: two jobs could overwrite each other's checkpoints; choose a root whose store creates conditionally "
             f"(files: link(2); S3: If-None-Match)"
@@ -143,5 +142,12 @@ def ensure_exclusive(store: ObjectStore) -> Probe:
         "%s; going on without conditional creation: let no other job write to this root, also none that was cut off",
         probe.detail,
     )
-    fall_back()
     return probe
+
+
+def do_without_conditions(store: ObjectStore) -> bool:
+    """Use a store in the way that `ensure_exclusive` falls back to, which somebody has found to be needed; False where it has none."""
+    fall_back = getattr(store, "do_without_conditions", None)
+    if fall_back is not None:
+        fall_back()
+    return fall_back is not None

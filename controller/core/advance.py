@@ -189,8 +189,11 @@ def _listed(d: Draft, event: LineageListed) -> None:
             manifests=event.manifests if old is None or asked_s >= old.listed_s else old.manifests,
             aside=event.aside if old is None or asked_s >= old.listed_s else old.aside,
             listed_s=asked_s if old is None else max(asked_s, old.listed_s),
+            lacks=event.lacks,
         ),
     )
+    if old is None and event.lacks:
+        d.report("store", f"records and checkpoints are created without conditions: {event.lacks}")
     _see_to_damage(d, event)
     if d.s.mind is Mind.HOLD_COMMITS:
         d.turn(Turn.STORE_BACK)

@@ -175,6 +175,8 @@ class LineageListed(_Answer):
     manifests: tuple[ManifestRef, ...]
     aside: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     """(generation, step) of those that were set aside as damaged, and why."""
+    lacks: str = ""
+    """What conditional creation lacks in this object store, in words; empty where it is as it should be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,6 +261,7 @@ def _plan(d: Draft, generation: int, placed: Placement, start: starting.Start) -
         sources=start.sources,
         peers=placed.peers,
         reason=why,
+        conditional=d.s.truth is None or not d.s.truth.lacks,
         spec_hash=settings.spec_hash,
         code_version=settings.code_version,
         controller=settings.controller,

@@ -114,6 +114,8 @@ class Truth:
     listed_s: float
     aside: Mapping[StepKey, str] = field(default_factory=dict[tuple[int, int], str])
     """Manifests that are flagged as damaged, and why."""
+    lacks: str = ""
+    """What conditional creation lacks in this object store."""
 
     @property
     def top(self) -> int:

@@ -95,6 +95,7 @@ class Bench:
         self.records: dict[int, Record] = {}
         self.manifests: list[ManifestRef] = []
         self.aside: dict[tuple[int, int], str] = {}
+        self.lacks = ""
         self.pointer: wire.PlanPointer | None = None
         self.outcome: wire.Outcome | None = None
         self.incidents: dict[str, wire.Incident] = {}
@@ -196,6 +197,7 @@ class Bench:
             hashes={g: wire.digest(encode_record(r)) for g, r in self.records.items()},
             manifests=tuple(sorted(self.manifests)),
             aside=dict(self.aside),
+            lacks=self.lacks,
         )
 
     def world(self) -> ev.WorldListed:

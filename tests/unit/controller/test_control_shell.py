@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 
-from surefoot.ckpt.record import Record, StartRef, record_key
+from surefoot.ckpt.manifest import manifest_key
+from surefoot.ckpt.record import Record, StartRef, encode_record, record_key
 from surefoot.ckpt.store import (
     MemoryObjectStore,
+    ObjectStoreDeniedError,
     ObjectStoreUnavailableError,
     ObjectUnknownError,
 )
 from surefoot.controller import wire
 from surefoot.controller.core import decisions as dec
 from surefoot.controller.core import events as ev
-from surefoot.controller.effects import Effects, Means, Records
+from surefoot.controller.effects import Effects, Means, Records, Trial
 from surefoot.controller.election import Election, Leadership
 from surefoot.controller.inbox import Inbox
 from surefoot.controller.journal import Journal, line_of, read_incidents
@@ -372,7 +374,11 @@ def effects(folder: Path, store: MemoryStore, objects: MemoryObjectStore) -> Ite
     journal.start()
     means = Means(store=store, objects=objects, keys=keys, job="j", token="t", journal=journal)
     hands = Effects(
-        means, Records(objects), Leadership(token, keeper), lambda e: [answers.put(x) for x in e] and None
+        means,
+        Records(objects),
+        Trial(objects),
+        Leadership(token, keeper),
+        lambda e: [answers.put(x) for x in e] and None,
     )
     yield hands, answers
     hands.finish()
@@ -410,6 +416,74 @@ def test_a_damaged_record_where_one_is_to_be_created_is_a_taken_number(tmp_path:
         assert isinstance(damaged, ev.LineageDamaged)
         assert "generations/0001.json (20 bytes) is damaged" in damaged.detail
         assert "restore it" in damaged.detail
+
+
+def test_flags_are_raised_and_read_with_the_next_listing(tmp_path: Path, eventually: Any) -> None:
+    objects = MemoryObjectStore()
+    objects.create(
+        record_key(1), encode_record(Record(generation=1, start=StartRef(), reason="r", created_by="a"))
+    )
+    for step in (10, 20):
+        objects.create(manifest_key(1, step), b"{}")
+    objects.create("gen-0001/step-0000000010/aside.json", b"not ours")
+    with effects(tmp_path, MemoryStore(), objects) as (hands, answers):
+        hands.perform(dec.SetAside(token=1, generation=1, step=20, reason="r0: block 0 differs"))
+        eventually(lambda: [o for o in objects.list("gen-") if "20/aside" in o.key])
+        hands.perform(dec.SetAside(token=1, generation=1, step=20, reason="late, and harmless"))
+        hands.perform(dec.ListLineage(op=1))
+        listed = answers.get(timeout=10)
+        assert [m.step for m in listed.manifests] == [10, 20]
+        assert listed.aside == {(1, 10): "it says no more", (1, 20): "r0: block 0 differs"}
+        assert listed.lacks == ""
+
+
+class WithoutConditions(MemoryObjectStore):
+    """A store that does not know conditions: what comes second overwrites, unless one looks first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = False
+
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        if not self.looks:
+            self.delete(key)
+        super().create(key, data)
+
+    def do_without_conditions(self) -> None:
+        self.looks = True
+
+
+def test_a_store_without_conditions_is_found_before_anything_is_decided(tmp_path: Path) -> None:
+    """The first listing tells; from then on a second record of one number is refused all the same. It is tried once."""
+    objects = WithoutConditions()
+    with effects(tmp_path, MemoryStore(), objects) as (hands, answers):
+        hands.perform(dec.ListLineage(op=1))
+        assert "a second creation of probes/" in answers.get(timeout=10).lacks
+        assert objects.looks
+        for op, who in ((2, "a@1"), (3, "b@2")):
+            record = Record(generation=1, start=StartRef(), reason="first_start", created_by=who)
+            hands.perform(dec.CreateRecord(op=op, record=record))
+            answer = answers.get(timeout=10)
+            assert isinstance(answer, ev.RecordCreated if op == 2 else ev.RecordTaken)
+        objects.looks = False
+        hands.perform(dec.ListLineage(op=4))
+        assert "a second creation of probes/" in answers.get(timeout=10).lacks
+        assert not objects.looks
+        assert not objects.list("probes/")
+
+
+class ReadOnly(MemoryObjectStore):
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        raise ObjectStoreDeniedError(f"memory://: cannot create {key}: AccessDenied")
+
+
+def test_a_store_that_denies_creation_is_told_before_anything_is_decided(tmp_path: Path) -> None:
+    with effects(tmp_path, MemoryStore(), ReadOnly()) as (hands, answers):
+        hands.perform(dec.ListLineage(op=1))
+        denied = answers.get(timeout=10)
+        assert isinstance(denied, ev.ObjectStoreDenied)
+        assert "cannot create probes/" in denied.detail
+        assert "it may list, read, create and delete below job.root, memory://" in denied.detail
 
 
 @pytest.mark.parametrize("deposed_by", ["nobody holds the key", "another leads"])

@@ -871,6 +871,19 @@ def test_outcome_is_written_until_it_stands(bench: Any, committed: Any) -> None:
 # ---------------------------------------------------------------- stores away
 
 
+def test_a_store_without_conditions_is_told_once_and_in_the_plan(bench: Any) -> None:
+    bench.lacks = "s3://b: a second creation succeeded"
+    bench.running(step=8)
+    assert bench.plan.conditional is False
+    told = [r for r in bench.decided(dec.Report) if r.topic == "store"]
+    assert [r.text for r in told] == [
+        "records and checkpoints are created without conditions: s3://b: a second creation succeeded"
+    ]
+    kill(bench)
+    bench.perform()
+    assert (bench.plan.generation, bench.plan.conditional) == (2, False)
+
+
 def test_object_store_away_while_running(bench: Any) -> None:
     bench.running(step=8)
     bench.state = dataclasses.replace(bench.state, next_listing_s=bench.now)
