@@ -1,28 +1,18 @@
 """The uploader: the process beside a rank that moves its staged bytes to the object store. Torch-free.
 
-``python -m surefoot.ckpt.saving.uploader --fd N --parent PID --root URL``, started by ckpt/saving/writer.py; N is its end of a socket pair.
-It is started by exec, never by fork: a training process has threads, clients and devices that do not survive one. Rank 0's
-also commits: merging the parts of many ranks would otherwise hold up the training thread.
-
-It lives as long as the rank: it ends when the other end of the pair closes or the rank's process ends, whichever way, and on
-nothing else. (Ctrl-C and SIGTERM go to whole groups of processes; a script that catches them wants its last save.)
+Started by ckpt/saving/writer.py by way of ckpt/saving/leash.py, by exec, never by fork: a training process has threads, clients
+and devices that do not survive one. Rank 0's also commits: merging the parts of many ranks would otherwise hold up the
+training thread.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import logging
 import mmap
 import os
-import signal
 import socket
-import sys
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from select import POLLIN, poll
 from typing import assert_never
 
 from surefoot import failpoint as failpoints
@@ -53,8 +43,6 @@ from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
 log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Uploader:
@@ -247,54 +235,13 @@ def tidy(store: ObjectStore, retention: Retention | None, generation: int, *, sw
         log.warning("what is no longer needed could not be deleted this time: %s", e)
 
 
-# ---------------------------------------------------------------- the process
-
-
-def watch(parent: int) -> None:
-    """End this process with its parent. A worker that the rank forked may hold its end of the socket pair open."""
-    fd = -1
-    try:
-        fd = os.pidfd_open(parent)
-    except (OSError, AttributeError):
-        pass  # it ended before we looked; or an old kernel, where the socket pair alone has to tell
-    if os.getppid() != parent:
-        os._exit(0)
-    if fd < 0:
-        return
-
-    def wait() -> None:
-        ended = poll()
-        ended.register(fd, POLLIN)
-        ended.poll()
-        os._exit(0)
-
-    threading.Thread(target=wait, name="watch", daemon=True).start()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m surefoot.ckpt.saving.uploader")
-    parser.add_argument("--fd", type=int, required=True, help="our end of the socket pair with the rank")
-    parser.add_argument("--parent", type=int, required=True, help="the rank's pid: we end with it")
-    parser.add_argument("--tethered", action="store_true", help="the thread that starts us stays")
-    parser.add_argument("--root", required=True, help="the object store's URL")
-    args = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if args.tethered:  # also when we are stopped, or hang in the kernel
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    watch(args.parent)
+def serve(fd: int, root: str) -> None:
+    """Work for the rank at the other end of this socket until it says goodbye or is gone."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with socket.socket(fileno=args.fd) as sock:
+    with socket.socket(fileno=fd) as sock:
         sock.set_inheritable(False)
-        uploader = Uploader(sock, open_store(args.root))
+        uploader = Uploader(sock, open_store(root))
         try:
             uploader.serve()
         except (EOFError, ConnectionError):
             pass  # the rank has gone
-    # Threads may hang in an upload, and nobody waits for what they would say.
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -125,7 +125,7 @@ def _command(root: str, fd: int) -> list[str]:
     # that starts the process: only the main thread is sure to stay.
     tether = ["--tethered"] if threading.current_thread() is threading.main_thread() else []
     own = ["--fd", str(fd), "--parent", str(os.getpid()), "--root", root, *tether]
-    return [sys.executable, "-P", "-m", "surefoot.ckpt.saving.uploader", *own]
+    return [sys.executable, "-P", "-m", "surefoot.ckpt.saving.leash", *own]
 
 
 def _environment() -> dict[str, str]:

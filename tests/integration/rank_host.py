@@ -152,12 +152,23 @@ def reap_orphans(within_s: float) -> list[str]:
     while children := Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
         if time.monotonic() > until:
             for pid in children:
-                stubborn.append(Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                stubborn.append(describe(Path("/proc", pid)))
                 os.kill(int(pid), signal.SIGKILL)
                 os.waitpid(int(pid), 0)
         elif os.waitpid(-1, os.WNOHANG)[0] == 0:
             time.sleep(0.01)  # the pace of polling
     return stubborn
+
+
+def describe(process: Path) -> str:
+    """Its command line, and what may tell a process that hangs from one that is slow."""
+    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    fields = (process / "stat").read_text().rpartition(") ")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    used_s = (int(fields[11]) + int(fields[12])) / ticks
+    lived_s = float(Path("/proc/uptime").read_text().split()[0]) - int(fields[19]) / ticks
+    where = (process / "wchan").read_text() or "?"
+    return f"{command} (state {fields[0]} in {where}, {used_s:.2f} s of CPU in {lived_s:.1f} s, {fields[17]} threads)"
 
 
 if __name__ == "__main__":
