@@ -20,7 +20,7 @@ _LISTED_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What did not fit in a lenient load, for people: names, and in parentheses what they are and where they are stored."""
+    """What only one side of a lenient load has, for people: names, and in parentheses what they are and where they are stored."""
 
     missing: tuple[str, ...] = ()
     """In the state and not in the checkpoint."""
@@ -29,12 +29,14 @@ class Fit:
 
 
 def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, rank: int = 0) -> Fit:
-    """Fill `state` in place from `source`; returns what did not fit (nothing if strict).
+    """Fill `state` in place from `source`; returns what only one of them has (nothing if strict).
 
     Nothing of `state` is touched before all names, shapes and types are known to fit, and no plain value before all
     tensors are filled and verified. Where filling fails, tensors may hold a mixture: load something else, or give up.
 
     Args:
+        strict: refuse names that only one side has. Otherwise what only the state has keeps its values (optimizer state that was not
+            saved goes), and what only the source has stays there. Shapes, types and the number of groups must fit either way.
         rank: whose `PerRank` values to take.
 
     Raises:
@@ -76,5 +78,13 @@ def _gather(load: Load, state: Mapping[str, Any], rank: int) -> None:
 def _refusal(source: Source, problems: Sequence[str], load: Load) -> str:
     more = len(problems) - _LISTED_MAX
     listed = "; ".join(problems[:_LISTED_MAX]) + (f"; and {more} more" if more > 0 else "")
-    advice = "" if load.problems else " (strict=False loads what both have)"
-    return f"{source.label} does not fit the state: {listed}{advice}"
+    return f"{source.label} does not fit the state: {listed}{_advice(load)}"
+
+
+def _advice(load: Load) -> str:
+    if load.unlike:
+        return (
+            f" (nothing is cut, padded or converted, with strict=False neither: give the live tensor that shape and type, or leave it out "
+            f"of the state and load with strict=False; ckpt.read gives {load.unlike} whole)"
+        )
+    return "" if load.problems else " (strict=False loads what both have)"

@@ -43,6 +43,8 @@ class Load(Placing):
         self.later: list[Callable[[], Any]] = []
         self.used: set[str] = set()
         self.owners = Owners()
+        self.unlike = ""
+        """The first stored tensor that is of another shape or type than the live one."""
         self.ties: dict[str, tuple[str, ...]] = {}
         """All names of the tensor that has this one."""
         self._missing: dict[str, str] = {}
@@ -184,6 +186,7 @@ class Load(Placing):
         for stored in found:
             meta = self.source.tensors[stored]
             if leaf.meta != meta:
+                self.unlike = self.unlike or stored
                 self.problems.append(
                     f"{names[0]} is {_kind(leaf.meta)} here and {_kind(meta)} in the checkpoint"
                 )

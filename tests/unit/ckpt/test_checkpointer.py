@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from surefoot.ckpt.errors import (
     DamagedError,
     FencedError,
     StateError,
+    StateMismatchError,
     StepMissingError,
 )
 from surefoot.ckpt.record import Record, StartRef, create_record, read_records
@@ -318,6 +320,34 @@ def test_lenient_load(root: str) -> None:
     assert loaded.missing == ("c",)
     assert state["a"].tolist() == [1, 1]
     assert state["c"] == 7
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("live", [torch.zeros(3, 2), torch.zeros(2, 2).double()])
+def test_another_shape_or_type_is_refused_either_way(root: str, live: torch.Tensor, *, strict: bool) -> None:
+    """The error names the tensor, what it is on both sides, and what to do; nothing is touched."""
+    ckpt.save(root, 1, {"m": {"head": torch.ones(2, 2), "body": torch.ones(2)}})
+    state = {"m": {"head": live, "body": torch.zeros(2)}}
+    kind = f"{str(live.dtype).removeprefix('torch.')}{list(live.shape)}"
+    words = rf"m\.head is {re.escape(kind)} here and float32\[2, 2\] in the checkpoint .*leave it out of the state .*ckpt\.read gives m\.head"
+    with pytest.raises(StateMismatchError, match=words):
+        ckpt.load(root, state, strict=strict)
+    assert not live.any()
+    assert state["m"]["body"].tolist() == [0, 0]
+
+
+def test_all_but_one_tensor_of_a_module(root: str) -> None:
+    """As docs/checkpoint.md says, for a head of another size."""
+    saved = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 2, bias=False)})
+    ckpt.save(root, 1, {"model": saved})
+    model = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)})
+    rest = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
+    loaded = ckpt.load(root, {"model": rest}, strict=False)
+    assert loaded is not None
+    assert loaded.missing == ()
+    assert [name.partition(" ")[0] for name in loaded.left_over] == ["model.head.weight"]
+    assert torch.equal(model["body"].weight, saved["body"].weight)
+    assert torch.equal(ckpt.read(root, loaded.step, "model.head.weight"), saved["head"].weight)
 
 
 @pytest.mark.parametrize(("options", "words"), [({"keep": 1}, "at least 2"), ({"every": 0}, "at least 1")])

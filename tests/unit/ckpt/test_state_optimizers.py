@@ -122,6 +122,31 @@ def test_groups_have_their_own_settings_back(root: str) -> None:
     assert train(fresh, 3) == train(state, 3)
 
 
+def test_a_new_rate_is_set_after_the_load(files: str) -> None:
+    """As docs/checkpoint.md says: a constructor's settings give way to the saved ones, and what is set afterwards counts."""
+
+    def scheduled(rate: float) -> dict[str, Any]:
+        state = build(lambda ps: torch.optim.AdamW(ps, lr=rate, weight_decay=rate))
+        return state | {"sched": torch.optim.lr_scheduler.LambdaLR(state["optim"], lambda n: 0.5**n)}
+
+    state = scheduled(0.8)
+    train(state)
+    state["sched"].step()
+    fresh = through(files, state, scheduled(0.1))
+    optim, sched = fresh["optim"], fresh["sched"]
+    assert [(g["lr"], g["weight_decay"]) for g in optim.param_groups] == [(0.4, 0.8)]
+    for group in optim.param_groups:
+        group["lr"] = 0.1
+    sched.base_lrs = [0.4] * len(optim.param_groups)
+    before = fresh["model"].head.weight.detach().clone()
+    optim.param_groups[0]["weight_decay"] = 0.0
+    train(fresh)
+    moved = (fresh["model"].head.weight - before).abs().max().item()
+    assert 0 < moved < 0.2, "a step of Adam is as long as the rate, about"
+    sched.step()
+    assert optim.param_groups[0]["lr"] == 0.1, "0.4, halved twice"
+
+
 def test_absent_state_stays_absent(root: str) -> None:
     """CKP-12: a parameter that never had a gradient, one frozen later, one with partial state; and training goes on."""
     state = build()
