@@ -69,8 +69,8 @@ class AgentWorld:
         self.folder, self.coord, self.endpoint, self.job = folder, coord, endpoint, job
         self._base = Path(tempfile.mkdtemp(prefix="sf-"))  # pytest's folders make socket paths too long
         self.owner = marks.RunOwner.create(job, self._base)
-        self.root = folder / "objects"
-        self.store = open_store(str(self.root))
+        self.root = str(settings.pop("root", folder / "objects"))
+        self.store = open_store(self.root)
         self.keys = Keys(job)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.generation = 0
