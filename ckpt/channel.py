@@ -4,7 +4,8 @@ No collective of torch's is used, so nothing here can get between two of the tra
 first rank hosts a TCPStore, and says where over the store that the process group was made with. Whatever all have to hear
 goes through the first rank, which costs it one message per rank.
 
-While a save is in flight every rank beats. Who falls silent is named by the first rank within `SILENT_S`.
+While a save is in flight every rank beats. Who falls silent is named by the first rank within `SILENT_S`; where the first rank
+itself is stopped or hangs, the others name it when the channel's timeout is over (ckpt/storeline.py).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from surefoot.ckpt.errors import CkptWorldError
+from surefoot.ckpt.storeline import ChannelError, Line
 
 # Documented as torch.distributed.TCPStore, but not in its __all__; and the stubs say that values are str, they may be bytes.
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -33,14 +34,15 @@ nothing but a call into C that holds Python's lock for as long."""
 GOODBYE_S = 10.0
 """How long the host waits at the end for ranks that have died."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.02
+POLL_EVERY = 1 / 16
+"""A word is looked for again after so much of the time waited: whoever waits for a moment hears it at once, and nobody is late
+by more than that part."""
 POLLS_PER_S = 5000
 """What all ranks together may ask of rank 0's TCPStore."""
 NAMED_MAX = 8
 """Ranks that a message lists."""
 
-
-class ChannelError(CkptWorldError):
-    """Another rank did not say what it had to in time; the message names it."""
+_T = TypeVar("_T")
 
 
 Judge = Callable[[list[bytes]], bytes]
@@ -142,8 +144,8 @@ class StoreChannel:
         self._seen: list[tuple[bytes, float]] = [(b"", 0.0)] * world_size
         # A client's calls wait for each other, and the background blocks: it has a connection of its own.
         self._hosts = own is not None
-        self._fore = own or _client(host, port, timeout_s)
-        self._back = _client(host, port, timeout_s)
+        self._fore = Line(own or _reached(host, port, timeout_s), own=self._hosts)
+        self._back = Line(_reached(host, port, timeout_s), own=self._hosts)
 
     # ---- the caller's thread
 
@@ -153,12 +155,15 @@ class StoreChannel:
     def decide(self, data: bytes, judge: Judge) -> bytes:
         """Words lie under the same keys in every round, each with its number before it: a rank says its next word only when it
         has heard the answer, and that is given when all words were read. So a round costs three keys, not one per rank."""
-        self._round += 1
+        number = self._round = self._round + 1
+        word = b"%d " % number + data
         try:
-            self._fore.set(f"x/{self.rank}", b"%d " % self._round + data)
-            if self._fore.add(f"n/{self._round}", 1) == self.world_size:
-                self._fore.set(f"all/{self._round}", b"")
-            return self._judge(judge) if self.rank == 0 else self._answer()
+            if self.rank == 0:
+                self._say(self._fore.store, number, word)
+                return self._judge(self._fore.store, judge)
+            return self._fore.call(
+                lambda store: self._ask(store, number, word), self._timeout_s + 2 * GOODBYE_S
+            )
         except StoreTimeoutError as e:
             raise ChannelError(
                 f"rank {self.rank} waited {self._timeout_s:.0f} s for rank 0 and heard nothing: {e}"
@@ -166,72 +171,74 @@ class StoreChannel:
         except (RuntimeError, dist.DistError) as e:
             raise ChannelError(f"rank {self.rank} cannot reach rank 0 any more: {e}") from e
 
-    def _judge(self, judge: Judge) -> bytes:
+    def _say(self, store: Any, number: int, word: bytes) -> None:
+        store.set(f"x/{self.rank}", word)
+        if store.add(f"n/{number}", 1) == self.world_size:
+            store.set(f"all/{number}", b"")
+
+    def _judge(self, store: Any, judge: Judge) -> bytes:
         try:
-            self._fore.wait([f"all/{self._round}"], timedelta(seconds=self._timeout_s))
+            store.wait([f"all/{self._round}"], timedelta(seconds=self._timeout_s))
         except StoreTimeoutError as e:
-            missing = self._missing()
+            missing = self._missing(store)
             error = f"waited {self._timeout_s:.0f} s for {_ranks(missing)} and heard nothing"
-            self._fore.set(f"a/{self._round}", b"!" + error.encode())
+            store.set(f"a/{self._round}", b"!" + error.encode())
             raise ChannelError(f"rank 0 {error}") from e
-        words: list[bytes] = self._fore.multi_get([f"x/{r}" for r in range(self.world_size)])
+        words: list[bytes] = store.multi_get([f"x/{r}" for r in range(self.world_size)])
         if gone := [r for r, word in enumerate(words) if word == _farewell(self._round)]:
-            self._fore.set(f"a/{self._round}", b"!" + f"says that {_ranks(gone)} {_CLOSED}".encode())
+            store.set(f"a/{self._round}", b"!" + f"says that {_ranks(gone)} {_CLOSED}".encode())
             raise ChannelError(f"{_ranks(gone)} {_CLOSED}")
         try:
             answer = judge([word.partition(b" ")[2] for word in words])
         except Exception as e:
-            self._fore.set(f"a/{self._round}", b"!" + f"could not decide: {e}".encode())
+            store.set(f"a/{self._round}", b"!" + f"could not decide: {e}".encode())
             raise
-        self._fore.set(f"a/{self._round}", b"=" + answer)
+        store.set(f"a/{self._round}", b"=" + answer)
         if self._round > 1:
             for key in (f"n/{self._round - 1}", f"all/{self._round - 1}", f"a/{self._round - 1}"):
-                self._fore.delete_key(key)
+                store.delete_key(key)
         return answer
 
-    def _answer(self) -> bytes:
+    def _ask(self, store: Any, number: int, word: bytes) -> bytes:
+        self._say(store, number, word)
         # A little longer than rank 0 waits: it knows who is missing.
-        self._fore.wait([f"a/{self._round}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
-        answer: bytes = self._fore.get(f"a/{self._round}")
+        store.wait([f"a/{number}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
+        answer: bytes = store.get(f"a/{number}")
         if answer.startswith(b"!"):
             raise ChannelError(f"rank 0 {answer[1:].decode()}")
         return answer[1:]
 
-    def _missing(self) -> list[int]:
+    def _missing(self, store: Any) -> list[int]:
         """Ranks that have not spoken in this round."""
         begin = b"%d " % self._round
         keys = [f"x/{r}" for r in range(self.world_size)]
-        return [
-            r
-            for r, k in enumerate(keys)
-            if not (self._fore.check([k]) and self._fore.get(k).startswith(begin))
-        ]
+        return [r for r, k in enumerate(keys) if not (store.check([k]) and store.get(k).startswith(begin))]
 
     # ---- the background
 
     def tell(self, key: str, data: bytes) -> None:
-        self._to_rank_0(lambda: self._back.set(f"w/{key}", data))
+        self._to_rank_0(lambda store: store.set(f"w/{key}", data))
 
     def hear(self, key: str, timeout_s: float) -> bytes | None:
         """Asks again and again: a wait of the TCPStore's that ends without an answer is logged as a fault, each time."""
         until, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
-        while not self._to_rank_0(lambda: self._back.check([f"w/{key}"])):
+        while not self._to_rank_0(lambda store: store.check([f"w/{key}"])):
             if time.monotonic() + pause_s > until:
                 return None
             time.sleep(pause_s)  # the pace of polling
             pause_s = min(2 * pause_s, max(LONGEST_POLL_S, self.world_size / POLLS_PER_S))
-        return self._to_rank_0(lambda: self._back.get(f"w/{key}"))
+        return self._to_rank_0(lambda store: store.get(f"w/{key}"))
 
     def count(self, key: str) -> int:
-        return self._to_rank_0(lambda: self._back.add(f"c/{key}", 1))
+        return self._to_rank_0(lambda store: store.add(f"c/{key}", 1))
 
     def beat(self, state: str) -> None:
         self._beats += 1
-        self._to_rank_0(lambda: self._back.set(f"b/{self.rank}", f"{self._beats} {state}".encode()))
+        self._to_rank_0(lambda store: store.set(f"b/{self.rank}", f"{self._beats} {state}".encode()))
 
     def silent(self, state: str, since: float) -> list[int]:
         beats: list[bytes] = self._to_rank_0(
-            lambda: self._back.multi_get([f"b/{r}" for r in range(self.world_size)])
+            lambda store: store.multi_get([f"b/{r}" for r in range(self.world_size)])
         )
         now = time.monotonic()
         silent: list[int] = []
@@ -245,12 +252,12 @@ class StoreChannel:
     def drop(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._to_rank_0(
-                lambda key=key: (self._back.delete_key(f"w/{key}"), self._back.delete_key(f"c/{key}"))
+                lambda store, key=key: (store.delete_key(f"w/{key}"), store.delete_key(f"c/{key}"))
             )
 
-    def _to_rank_0(self, call: Callable[[], Any]) -> Any:
+    def _to_rank_0(self, call: Callable[[Any], Any]) -> Any:
         try:
-            return call()
+            return self._back.call(call, self._timeout_s)
         except (RuntimeError, dist.DistError) as e:
             raise ChannelError(
                 f"rank 0, which commits, has gone: rank {self.rank} cannot reach it ({str(e).splitlines()[0]})"
@@ -263,18 +270,20 @@ class StoreChannel:
         """
         try:
             self._round += 1
-            self._fore.set(f"x/{self.rank}", _farewell(self._round))
-            if self._fore.add(f"n/{self._round}", 1) == self.world_size:
-                self._fore.set(f"all/{self._round}", b"")
-            if self._hosts:
-                self._fore.set(f"a/{self._round}", b"!" + _CLOSED.encode())
-            self._fore.set(f"bye/{self.rank}", b"")
-            if self._hosts:
-                everybody = [f"bye/{r}" for r in range(self.world_size)]
-                self._fore.wait(everybody, timedelta(seconds=GOODBYE_S))
-        except (RuntimeError, dist.DistError):
+            self._fore.call(self._leave, 2 * GOODBYE_S)
+        except (RuntimeError, dist.DistError, ChannelError):
             pass  # somebody died: there is nobody to wait for
-        del self._back, self._fore
+        for line in (self._back, self._fore):
+            line.end()
+
+    def _leave(self, store: Any) -> None:
+        self._say(store, self._round, _farewell(self._round))
+        if self._hosts:
+            store.set(f"a/{self._round}", b"!" + _CLOSED.encode())
+        store.set(f"bye/{self.rank}", b"")
+        if self._hosts:
+            everybody = [f"bye/{r}" for r in range(self.world_size)]
+            store.wait(everybody, timedelta(seconds=GOODBYE_S))
 
 
 _CLOSED = "has closed its Checkpointer: all ranks make the same calls, in the same order"
@@ -311,8 +320,7 @@ def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
         own.multi_set([f"b/{r}" for r in range(world_size)], ["0"] * world_size)
         meeting.set(key, f"{name} {own.port}")
     try:
-        meeting.wait([key], timedelta(seconds=timeout_s))
-        name, port = meeting.get(key).decode().split()
+        name, port = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode().split()
     except (RuntimeError, dist.DistError) as e:
         raise ChannelError(
             f"rank {rank} waited {timeout_s:.0f} s for rank 0 to open the checkpointer as well: all ranks of the group have to"
@@ -328,6 +336,25 @@ def _meeting_place(group: dist.ProcessGroup | None) -> tuple[Any, str]:
         number = _opened[name] = _opened.get(name, 0) + 1
     store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     return store, f"surefoot/ckpt/{name}/{number}"
+
+
+def _told(meeting: Any, key: str, timeout_s: float) -> bytes:
+    meeting.wait([key], timedelta(seconds=timeout_s))
+    return meeting.get(key)
+
+
+def _within(ask: Callable[[], _T], seconds: float) -> _T:
+    """Raises as `Line.call`."""
+    line = Line(None)
+    try:
+        return line.call(lambda _: ask(), seconds)
+    finally:
+        line.end()
+
+
+def _reached(host: str, port: int, timeout_s: float) -> Any:
+    """A connection; what is stopped takes it, and never says so."""
+    return _within(lambda: _client(host, port, timeout_s), timeout_s + GOODBYE_S)
 
 
 def _client(host: str, port: int, timeout_s: float) -> Any:

@@ -162,6 +162,25 @@ def rank_is_killed(root: str, victim: int) -> str:
     os._exit(0 if f"rank {victim}" in str(caught.value) else 3)
 
 
+def rank_0_is_stopped(root: str, when: str) -> None:
+    """Rank 0, which hosts the words, is stopped: before a save that the others begin, or when it has begun one."""
+    quick()
+    saving.CHANNEL_TIMEOUT_S = 3.0
+    state = sharded()
+    c = ckpt.Checkpointer(root, deadline_s=60)
+    c.save(10, state).wait()
+    failpoint.arm(failpoint.parse("upload.before_objects=delay:1") if dist.get_rank() == 1 else None)
+    dist.barrier()
+    handle = c.save(20, state) if when == "during" else None
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(CkptError, match="rank 0 has not answered for 3 s: its process is stopped") as caught:
+        (handle or c.save(20, state)).wait()
+    c._close_after(caught.value)
+    print("named", flush=True)
+    os._exit(0)
+
+
 def save_that_is_never_answered(root: str, deadline_s: float) -> tuple[int, str]:
     """Train beside a save of two parts a rank until it has failed; then save again. Returns the steps meanwhile, and the error."""
     mesh = init_device_mesh("cpu", (2,))

@@ -62,6 +62,18 @@ def test_a_rank_that_is_killed(
     assert [e.code for e in ended] == [-9 if r == victim else 0 for r in range(3)], "\n".join(map(str, ended))
 
 
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_rank_0_is_stopped(when: str, rank_host: RankHost, eventually: Any, tmp_path: Path) -> None:
+    """Not killed, so no connection breaks: the others name it when the channel's timeout is over."""
+    running = rank_host.start(3, "saving_acts:rank_0_is_stopped", (tmp_path / "root").as_uri(), when)
+    try:
+        eventually(lambda: all("named" in running.log(r) for r in (1, 2)), within_s=40)
+    finally:
+        running.kill(0)
+    ended = running.wait(10)
+    assert [e.code for e in ended] == [-9, 0, 0], "\n".join(map(str, ended))
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_closes_while_others_save(leaver: int, ranks: Ranks, tmp_path: Path) -> None:
     """Only some ranks call save, the commonest slip: they are told at once, and not when a timeout of minutes is over."""
