@@ -61,7 +61,7 @@ def root(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "root"))
 
 
-def readers(root: Path, out: Path) -> dict[str, Callable[[], Any]]:
+def readers(root: Path | str, out: Path) -> dict[str, Callable[[], Any]]:
     """Everything that reads a checkpoint, by name."""
     url = str(root)
 
@@ -82,7 +82,7 @@ def readers(root: Path, out: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
-def outcomes(root: Path, out: Path) -> dict[str, str]:
+def outcomes(root: Path | str, out: Path) -> dict[str, str]:
     """What each reader said: an error's text, a report's problems, or nothing."""
     said: dict[str, str] = {}
     for name, call in readers(root, out).items():
@@ -141,6 +141,21 @@ def test_a_payload_in_any_object(root: Path, tmp_path: Path, kind: str, how: str
     if how == "after" and kind == "r00000-0.safetensors":
         silent = set()  # what stands behind an object belongs to nothing, and nobody reads it
     assert not silent, said
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_a_payload_in_any_object_on_s3(saved: Path, s3_url: str, tmp_path: Path) -> None:
+    for kind in (None, *KINDS):
+        url, mark = f"{s3_url}/{kind or 'honest'}", tmp_path / f"fired-{kind}"
+        store, spoilt = open_store(url), object_of(saved, kind) if kind else None
+        for path in filter(Path.is_file, saved.rglob("*")):
+            data = pickle.dumps(Payload(mark)) if path == spoilt else path.read_bytes()
+            store.create(path.relative_to(saved).as_posix(), data)
+        said = outcomes(url, tmp_path / f"out-{kind}")
+        assert not mark.exists(), "code of the checkpoint was run"
+        complaints = {name for name, words in said.items() if words}
+        assert complaints >= REPORTED_BY[kind] if kind else not complaints, said
 
 
 @pytest.mark.parametrize(
