@@ -16,6 +16,7 @@ import xxhash
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMissingError
 from surefoot.ckpt.live.filling import Fit, load_into
+from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.live.source import Want
 from surefoot.ckpt.loading.carrying import Carrier, GroupError, StoppedError
 from surefoot.ckpt.loading.restore import decode_manifest, read_manifest_bytes, require_objects
@@ -113,7 +114,8 @@ def load_together(
     """`load_into` from a manifest, by all ranks. Raises as `ManifestSource.agree` and `fill`, and as `load_into`."""
     source = ManifestSource(store, manifest, party)
     try:
-        return load_into(state, source, strict=strict, rank=party.rank)
+        with no_collection():
+            return load_into(state, source, strict=strict, rank=party.rank)
     except Exception as e:
         source.withdraw(e)
         raise

@@ -51,15 +51,45 @@ def read_into(
         _require_sum(store, source, i, block, found)
 
 
+def look_at(store: ObjectStore, source: DataObject, first: int, stop: int, *, verify: bool) -> memoryview:
+    """Blocks first .. stop - 1 where a store that `shows` holds them.
+
+    Args:
+        verify: compare them with their checksums; one on a machine does it for all, who look at the same memory.
+
+    Raises as `read_into`.
+    """
+    size = source.block_nbytes
+    begin, end = first * size, min(stop * size, source.data_nbytes)
+    try:
+        found = store.view(source.key, source.data_start + begin, end - begin)
+    except ObjectMissingError as e:
+        raise _missing(store, source) from e
+    if len(found) != end - begin:
+        raise _short(store, source, begin + len(found))
+    if verify:
+        for i, block in enumerate(_cut([found], size), start=first):
+            _require_sum(store, source, i, block, _hash(block), spare=True)
+    return found
+
+
 def _require_sum(
-    store: ObjectStore, source: DataObject, i: int, block: Sequence[memoryview], found: str
+    store: ObjectStore,
+    source: DataObject,
+    i: int,
+    block: Sequence[memoryview],
+    found: str,
+    *,
+    spare: bool = False,
 ) -> None:
+    """`spare`: the block may not be written to, so a second reading goes elsewhere."""
     at = i * source.block_nbytes
     expected = source.checksums[i] if i < len(source.checksums) else ""
     if found != expected and expected:
         _log.warning("%s/%s: block %d differs from its checksum; reading it again", store.root, source.key, i)
-        _fetch(store, source, at, sum(map(len, block)), block)
-        found = _hash(block)
+        again = [memoryview(bytearray(sum(map(len, block))))] if spare else block
+        _fetch(store, source, at, sum(map(len, block)), again)
+        found = _hash(again)
     if found != expected:
         raise DamagedError(
             f"{store.root}/{source.key}: block {i} (bytes {source.data_start + at} on) has checksum {found} instead of "
@@ -100,12 +130,20 @@ def _fetch(
     try:
         found = store.read_into(source.key, source.data_start + begin, views)
     except ObjectMissingError as e:
-        raise DamagedError(f"{store.root}/{source.key} is missing; load an older step", key=source.key) from e
+        raise _missing(store, source) from e
     if found != nbytes:
-        raise DamagedError(
-            f"{store.root}/{source.key} ends after {source.data_start + begin + found} bytes of {source.size}; load an older step",
-            key=source.key,
-        )
+        raise _short(store, source, begin + found)
+
+
+def _missing(store: ObjectStore, source: DataObject) -> DamagedError:
+    return DamagedError(f"{store.root}/{source.key} is missing; load an older step", key=source.key)
+
+
+def _short(store: ObjectStore, source: DataObject, upto: int) -> DamagedError:
+    return DamagedError(
+        f"{store.root}/{source.key} ends after {source.data_start + upto} bytes of {source.size}; load an older step",
+        key=source.key,
+    )
 
 
 def _cut(views: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:

@@ -20,6 +20,7 @@ from surefoot.ckpt.manifest import (
     LedgerRow,
     Manifest,
     Previous,
+    TableRef,
     attempt_prefix,
     decode,
     manifest_key,
@@ -30,7 +31,11 @@ from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
 
 def read_manifest(store: ObjectStore, generation: int, step: int) -> Manifest:
     """Raises: StepMissingError, FormatError, DamagedError, ObjectStore…Error."""
-    return decode_manifest(read_manifest_bytes(store, generation, step), generation, step)
+    _, manifest = _read_own(store, generation, step)
+    if manifest.table is not None:
+        manifest = filled_from_table(manifest, _read_table(store, manifest.table))
+    require_sound(manifest)
+    return manifest
 
 
 def read_manifest_bytes(store: ObjectStore, generation: int, step: int) -> bytes:
@@ -38,6 +43,14 @@ def read_manifest_bytes(store: ObjectStore, generation: int, step: int) -> bytes
 
     Raises: StepMissingError, FormatError, DamagedError, ObjectStore…Error.
     """
+    data, manifest = _read_own(store, generation, step)
+    if manifest.table is None:
+        return data
+    return _TABLE_FOLLOWS + len(data).to_bytes(8, "little") + data + _read_table(store, manifest.table)
+
+
+def _read_own(store: ObjectStore, generation: int, step: int) -> tuple[bytes, Manifest]:
+    """The manifest as stored, and without what its table holds."""
     key = manifest_key(generation, step)
     try:
         data = store.read(key)
@@ -46,16 +59,17 @@ def read_manifest_bytes(store: ObjectStore, generation: int, step: int) -> bytes
             f"{store.root} has no checkpoint of step {step}, generation {generation}; `ckpt ls` shows what it has"
         ) from e
     manifest = _decode_own(data, generation, step)
-    if manifest.table is None:
-        return data
     require_table_key(manifest, key)
+    return data, manifest
+
+
+def _read_table(store: ObjectStore, table: TableRef) -> bytes:
     try:
-        table = store.read(manifest.table.key)
+        return store.read(table.key)
     except ObjectMissingError as e:
         raise DamagedError(
-            f"{store.root}/{manifest.table.key} is missing; load an older step", key=manifest.table.key
+            f"{store.root}/{table.key} is missing; load an older step", key=table.key
         ) from e
-    return _TABLE_FOLLOWS + len(data).to_bytes(8, "little") + data + table
 
 
 _TABLE_FOLLOWS = b"T"

@@ -46,6 +46,7 @@ class S3ObjectStore:
     """
 
     nearby = False
+    shows = False
 
     def __init__(
         self,
@@ -168,6 +169,9 @@ class S3ObjectStore:
             patience=patience,
         )
         return self._session.wait(reading, source.call, patience)
+
+    def view(self, key: str, start: int, nbytes: int) -> memoryview:
+        return memoryview(self.read(key, start, nbytes))
 
     def release(self) -> None:
         """Connections are the session's to keep; no object is."""

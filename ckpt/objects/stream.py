@@ -15,8 +15,8 @@ from surefoot.ckpt.errors import CommitError, ImageError
 from surefoot.ckpt.store import ObjectExistsError, ObjectMissingError, ObjectStore, ObjectUnknownError
 from surefoot.failpoint import failpoint
 
-CHUNK_NBYTES = 2**20
-"""What is hashed, then put. It fits the L2 cache."""
+CHUNK_NBYTES = 2**21
+"""What is hashed, then put. It stays in the cache meanwhile; a smaller one costs more calls and saves nothing (measured: 0.25 to 4 MiB)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,9 +40,10 @@ class Pace(NamedTuple):
     """Segments that a rank reads at the same time, in threads; 0: in the thread that loads, one after the other."""
 
 
-NEARBY = Pace(16 * 2**20, 4 * 2**20, 16 * 2**20, 2, 0)
+NEARBY = Pace(16 * 2**20, 4 * 2**20, 64 * 2**20, 2, 0)
 """Files are copied and hashed as fast as a processor can, and the other processors have ranks of their own: a thread beside the
-one that loads only gets in its way (two readers on two cores took half as long again). Small rounds stay in the cache."""
+one that loads only gets in its way (two readers on two cores took half as long again). Rounds are few, since all wait for the last
+at the end of each."""
 FAR = Pace(16 * 2**20, 8 * 2**20, 64 * 2**20, 4, 8)
 """One S3 connection gives 60 to 110 MB/s, so several segments are under way, of a good size for a request."""
 SHARES_EACH = 4

@@ -28,11 +28,14 @@ TYPES = {"w": torch.float32, "v": torch.bfloat16, "b": torch.float8_e4m3fn, "s":
 class Counting:
     """A store that counts the bytes it gives out, by key, and fails when it is told to."""
 
-    def __init__(self, root: str, fail_after: int | None = None) -> None:
+    def __init__(self, root: str, fail_after: int | None = None, *, shows: bool | None = None) -> None:
         self._store = open_store(root)
+        self.shows = self._store.shows if shows is None else shows
         self._counting = threading.Lock()
         self._left = fail_after
         self.read_nbytes: dict[str, int] = {}
+        self.looked_at: set[tuple[str, int, int]] = set()
+        """What was shown: key, start, bytes. All on a machine look at the same memory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -42,12 +45,21 @@ class Counting:
         self._count(key, len(data))
         return data
 
-    def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+    def view(self, key: str, start: int, nbytes: int) -> memoryview:
+        self._may_fail(key)
+        found = self._store.view(key, start, nbytes)
+        self.looked_at.add((key, start, len(found)))
+        return found
+
+    def _may_fail(self, key: str) -> None:
         with self._counting:
             if self._left is not None:
                 self._left -= 1
                 if self._left < 0:
                     raise ObjectStoreUnavailableError(f"{key}: the cable is out")
+
+    def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        self._may_fail(key)
         nbytes = self._store.read_into(key, start, views)
         self._count(key, nbytes)
         return nbytes
@@ -112,14 +124,14 @@ def save(root: str, layout: str, *steps: int) -> None:
             c.save(step, state_of(layout, filled=True)).wait()
 
 
-def load(
-    root: str, layout: str, by_memory: bool = True, fail_rank: int = -1, fail_after: int = 0
-) -> dict[str, Any]:
-    """Returns what was read by this rank, and how the load ended. `by_memory`: ranks of a machine share memory."""
+def load(root: str, layout: str, by: str = "", fail_rank: int = -1, fail_after: int = 0) -> dict[str, Any]:
+    """Returns what was read by this rank, and how the load ended. `by`: how ranks share it, "pages" of the file that all of them
+    see, "memory" of the one that reads, or messages of the "group"; the first that is possible where nothing is said."""
     fetching.NEARBY = fetching.NEARBY._replace(round_nbytes=2**20)  # every block is a round of its own
-    nodememory.ENABLED = by_memory
+    nodememory.ENABLED = by != "group"
     fails = dist.get_rank() == fail_rank
-    store: Any = Counting(root, fail_after if fails else None)
+    shows = None if not by else by == "pages"
+    store: Any = Counting(root, fail_after if fails else None, shows=shows)
     state = state_of(layout, filled=False)
     channel = open_channel(None, 30.0)
     told: dict[str, Any] = {"error": "", "step": None}
@@ -134,6 +146,7 @@ def load(
     finally:
         channel.close()
     told["read"] = store.read_nbytes
+    told["looked"] = sorted(store.looked_at)
     return told
 
 
@@ -165,6 +178,7 @@ def restore(root: str, layout: str, step: int) -> dict[str, Any]:
     except DamagedError as e:
         told["error"] = f"{e.key} {e}"
     told["read"] = store.read_nbytes
+    told["looked"] = sorted(store.looked_at)
     return told
 
 
