@@ -30,7 +30,7 @@ $(VENV)/.installed-lint: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[lint]'
 	@touch $@
 
-# boto3, which the checkpoint benchmark measures against.
+# boto3, which the checkpoint benchmark and one of the long tests measure against.
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(PIP_INSTALL) -e '.[bench]'
 	@touch $@
@@ -41,7 +41,7 @@ demo: $(VENV)/.installed   ## train on real text through a killed rank, a hang, 
 test: $(VENV)/.installed   ## all tests (below 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations=20 -m "not soak" $(TEST_ARGS)
 
-soak: $(VENV)/.installed   ## the long tests that `make test` leaves out
+soak: $(VENV)/.installed-bench   ## the long tests that `make test` leaves out
 	$(BIN)/python -m pytest --durations=20 -m soak $(TEST_ARGS)
 
 lint: $(VENV)/.installed-lint   ## format, lint, types
