@@ -102,7 +102,7 @@ FORGED = [
     pytest.param(set_at("objects", 0, "key", "/etc/passwd"), "no data object", id="absolute"),
     pytest.param(set_at("objects", 0, "key", KEY), "no data object", id="no data"),
     pytest.param(set_at("attempt", "../x"), "attempt '../x' must be", id="attempt"),
-    pytest.param(set_at("ledger", "key", "../ledger.json"), "its ledger", id="ledger elsewhere"),
+    pytest.param(set_at("ledger", {"key": "../ledger.json", "size": 1, "checksum": "0"}), "its ledger", id="ledger elsewhere"),
     pytest.param(
         set_at("table", {"key": "../p", "size": 1, "checksum": ""}), "table of pieces lies outside", id="table elsewhere"
     ),
