@@ -20,8 +20,8 @@ from surefoot.ckpt.live.leaves import Leaf, leaf_of
 from surefoot.ckpt.live.optimizers import optimizer_values
 from surefoot.ckpt.live.walking import (
     Entry,
+    Named,
     Owners,
-    Shared,
     entries,
     extra_states,
     identity,
@@ -70,11 +70,11 @@ class _Walk:
         self.found = Collected()
         self._owners = Owners()
         shared = shared_tensors(entries, self._owners)
-        self._names: dict[Any, str] = {key: s.names[0] for key, s in shared.items()}
+        self._names: dict[Any, str] = {key: group[0].name for key, group in shared.items()}
         self._alive: list[Any] = [shared]
         """Identities are valid only as long as their tensors live."""
-        for s in shared.values():
-            self._add_shared(s)
+        for group in shared.values():
+            self._add_shared(group)
 
     def add(self, entry: Entry) -> None:
         match entry.value:
@@ -101,17 +101,17 @@ class _Walk:
                 state = {"dict": [["group", stored.group], ["state", state]]}
             self._put_value(stored.name, state)
 
-    def _add_shared(self, shared: Shared) -> None:
-        stored, *others = shared.names
-        if is_wrapped(shared.tensor):
-            encoded = self._encode_wrapped(stored, shared.tensor)
-            for name in shared.names:
-                self._put_value(name, encoded)  # all refer to the same inner tensors
+    def _add_shared(self, group: Sequence[Named]) -> None:
+        stored, tensor = group[0]
+        if is_wrapped(tensor):
+            encoded = self._encode_wrapped(stored, tensor)
+            for named in group:
+                self._put_value(named.name, encoded)  # all refer to the same inner tensors
             return
-        self._add_leaf(stored, shared.tensor)
-        for name in others:
-            self._require_new(name)
-            self.found.aliases[name] = stored
+        self._add_leaf(stored, tensor)
+        for named in group[1:]:
+            self._require_new(named.name)
+            self.found.aliases[named.name] = stored
 
     def _add_leaf(self, name: str, tensor: torch.Tensor | Boxes) -> None:
         self._require_new(name)
@@ -122,7 +122,7 @@ class _Walk:
 
     def _put_value(self, name: str, encoded: Any) -> None:
         """A value that is but one tensor shares its name with it."""
-        if tensor_names(encoded) != [name] or name in self.found.values:
+        if name not in self.found.leaves or name in self.found.values or tensor_names(encoded) != [name]:
             self._require_new(name)
         self.found.values[name] = encoded
 

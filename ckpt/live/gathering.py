@@ -51,9 +51,10 @@ class Load(Placing):
 
     def add_all(self, found: Sequence[Entry]) -> None:
         """Everything but optimizers, which need the names of all parameters."""
-        for shared in shared_tensors(found, self.owners).values():
-            self.ties.update(dict.fromkeys(shared.names, shared.names))
-            self.want(shared.names, shared.tensor)
+        for group in shared_tensors(found, self.owners).values():
+            names = tuple(named.name for named in group)
+            self.ties.update(dict.fromkeys(names, names))
+            self.want(names, group[0].tensor)
         for entry in found:
             self._add(entry)
         self._pass_over_other_ranks(found)

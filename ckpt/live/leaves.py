@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,11 @@ from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.manifest import TensorMeta
 from surefoot.ckpt.planning.plan import ITEMSIZES, HeldTensor
 
+PLAIN_TYPES = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
+"""Torch's own, which are what they seem; most tensors are of these, and there are thousands to look at."""
 
+
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -40,7 +44,7 @@ class Leaf:
     meta: TensorMeta
 
     def layout(self) -> HeldTensor:
-        boxes = tuple(h.box for h in self.held)
+        boxes = tuple([h.box for h in self.held])
         return HeldTensor(name=self.name, dtype=self.meta.dtype, shape=self.meta.shape, boxes=boxes)
 
     @cached_property
@@ -70,7 +74,7 @@ def leaf_of(name: str, tensor: torch.Tensor | Boxes) -> Leaf:
         views = tuple(view_of(local, h) for h in held)
     else:
         require_plain(name, tensor)
-        held = _whole_held(tuple(tensor.shape))
+        held = _whole_held(tensor.shape)
         views = (tensor,) if held else ()
     dtype = dtype_name(tensor.dtype)
     if dtype not in ITEMSIZES:
@@ -78,14 +82,19 @@ def leaf_of(name: str, tensor: torch.Tensor | Boxes) -> Leaf:
     return Leaf(
         name=name,
         held=held,
-        views=tuple(_bare(v).resolve_conj().resolve_neg() for v in views),
-        meta=TensorMeta(dtype=dtype, shape=tuple(tensor.shape)),
+        views=tuple([_bare(v).resolve_conj().resolve_neg() for v in views]),
+        meta=_meta(dtype, tensor.shape),
     )
+
+
+@lru_cache(maxsize=4096)
+def _meta(dtype: str, shape: tuple[int, ...]) -> TensorMeta:
+    return TensorMeta(dtype=dtype, shape=tuple(shape))
 
 
 def _bare(t: torch.Tensor) -> torch.Tensor:
     """Without what a caller's subclass of torch.Tensor does on every operation."""
-    if type(t) in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(t) in PLAIN_TYPES:
         return t
     with torch._C.DisableTorchFunctionSubclass():
         return t.detach().as_subclass(torch.Tensor)
@@ -100,19 +109,19 @@ def view_of(local: torch.Tensor, held: Held) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _whole_held(shape: tuple[int, ...]) -> tuple[Held, ...]:
-    return (Held(whole(shape), (0,) * len(shape)),) if 0 not in shape else ()
+    return (Held(whole(tuple(shape)), (0,) * len(shape)),) if 0 not in shape else ()
 
 
 def require_plain(name: str, t: torch.Tensor) -> None:
     """Raises StateError unless the tensor's elements lie in memory."""
-    if is_lazy(t):
+    if type(t) not in PLAIN_TYPES and is_lazy(t):
         raise StateError(f"{name}: a lazy parameter has no shape yet; run the module once, then save or load")
     if t.is_quantized:
         raise StateError(
             f"{name}: tensors of torch.quantize_per_… cannot be stored; store t.int_repr() and its scales, or use a tensor subclass "
             f"such as torchao's"
         )
-    if t.layout is not torch.strided or t.device.type == "meta":
+    if t.layout is not torch.strided or t.is_meta:
         raise StateError(
             f"{name}: a {t.layout} tensor on {t.device} cannot be stored; make it dense and real first"
         )

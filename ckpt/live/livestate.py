@@ -62,7 +62,7 @@ class LiveState:
         """Walk the state; True where its layout is another than the known one, or none is known. Raises StateError."""
         self._found = collect(state, self._rank)
         self._in_place = None
-        self._tensors = tuple(leaf.layout() for leaf in self._found.leaves.values())
+        self._tensors = tuple([leaf.layout() for leaf in self._found.leaves.values()])
         return self._layout is None or not self._layout.fits(self._tensors, self._found.aliases)
 
     def agree(self) -> None:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.format.values import DEPTH_MAX
 from surefoot.ckpt.live.declared import Boxes, PerRank
+from surefoot.ckpt.live.leaves import PLAIN_TYPES
 from surefoot.ckpt.planning.ties import precedence
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -87,7 +88,9 @@ def entries(state: Any, rank: int, prefix: str = "", depth: int = DEPTH_MAX) -> 
 def _entry(name: str, value: Any, container: Any, key: Any, rank: int, depth: int) -> Iterator[Entry]:
     if isinstance(value, PerRank):
         raise StateError(f"{name}: ckpt.PerRank within ckpt.PerRank; one is enough")
-    if not is_stateful(value) and (
+    if type(value) in PLAIN_TYPES:  # what there are thousands of is told by one look
+        yield Entry(name, value, container, key)
+    elif not is_stateful(value) and (
         (
             isinstance(value, Mapping) and not isinstance(value, Counter)
         )  # what was counted is a value, its keys no names
@@ -140,8 +143,7 @@ def in_order(found: Iterable[Entry]) -> list[Entry]:
 # ---------------------------------------------------------------- modules
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     name: str
     tensor: torch.Tensor
 
@@ -190,37 +192,30 @@ def _require_whole(module: FullyShardedDataParallel, name: str) -> None:
 
 def identity(t: torch.Tensor) -> Any:
     """Equal for two tensors that are one: the same object, or the same view of the same memory. Valid while both live."""
-    if isinstance(t, DTensor):
-        return identity(t._local_tensor), id(t.device_mesh), t.placements, tuple(t.shape)
-    if hasattr(type(t), "__tensor_flatten__") or is_lazy(t) or t.layout is not torch.strided or t.is_meta:
+    if type(t) not in PLAIN_TYPES:
+        if isinstance(t, DTensor):
+            return identity(t._local_tensor), id(t.device_mesh), t.placements, t.shape
+        if hasattr(type(t), "__tensor_flatten__") or is_lazy(t):
+            return id(t)
+    if t.layout is not torch.strided or t.is_meta:
         return id(t)
     # The storage itself, not its address: those without memory have none.
-    return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """One live tensor of modules or of the state itself; where it is tied it has several names."""
+def shared_tensors(found: Iterable[Entry], owners: Owners) -> dict[Any, list[Named]]:
+    """The live tensors of modules and of the state itself, by identity, each under all of its names: it is stored under the first.
 
-    names: tuple[str, ...]
-    """It is stored under the first."""
-    tensor: torch.Tensor
-    """The object that has the first name."""
-
-
-def shared_tensors(found: Iterable[Entry], owners: Owners) -> dict[Any, Shared]:
-    """All of them, by identity; `owners` gets to know each. They do not depend on the order of the entries."""
+    `owners` gets to know them. Nothing depends on the order of the entries.
+    """
     groups: dict[Any, list[Named]] = {}
     for named in _named_tensors(found):
         groups.setdefault(identity(named.tensor), []).append(named)
-        owners.add(named.tensor, Owner(name=named.name))
-    return {key: _shared(group) for key, group in groups.items()}
-
-
-def _shared(group: list[Named]) -> Shared:
-    if len(group) > 1:
-        group.sort(key=lambda named: precedence(named.name))
-    return Shared(tuple(named.name for named in group), group[0].tensor)
+        owners.add(named.tensor, Owner(named.name))
+    for group in groups.values():
+        if len(group) > 1:
+            group.sort(key=lambda named: precedence(named.name))
+    return groups
 
 
 def _named_tensors(found: Iterable[Entry]) -> Iterator[Named]:
@@ -234,8 +229,7 @@ def _named_tensors(found: Iterable[Entry]) -> Iterator[Named]:
 # ---------------------------------------------------------------- whose an optimizer's parameters are
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class Owner(NamedTuple):
     """What a parameter is called; or of which declared boxes it is part number `at`."""
 
     name: str

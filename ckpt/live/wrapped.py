@@ -20,7 +20,7 @@ from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.format.values import class_name, encode_value
 from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.live.kinds import encode_torch
-from surefoot.ckpt.live.leaves import coordinate_in, dtype_name, placed, shardings_of
+from surefoot.ckpt.live.leaves import PLAIN_TYPES, coordinate_in, dtype_name, placed, shardings_of
 
 
 @dataclass(eq=False, slots=True)
@@ -64,6 +64,8 @@ def decode_wrapped(content: Any, part: Callable[[Any], Any]) -> Wrapped:
 
 def is_wrapped(value: Any) -> bool:
     """Is it a tensor that wraps others, or a DTensor whose shards are such?"""
+    if type(value) in PLAIN_TYPES:
+        return False
     if isinstance(value, DTensor):
         return hasattr(type(value._local_tensor), "__tensor_flatten__") and not hasattr(
             value._local_tensor, "wait"
