@@ -63,6 +63,10 @@ class RankDesk:
                 self._spawn(self._make_pool(life, message))
             case wire.SnapshotMsg():
                 self._sealed(life, message)
+            case wire.CadenceMsg():
+                log.info("checkpoints: %s", message.why)
+                self._board.set_note("cadence", f"checkpoints {message.why}")
+                self._flow.cadence = message.why
             case wire.FailedMsg():
                 life.error, life.step = message.error, message.step
             case wire.DoneMsg():

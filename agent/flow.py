@@ -107,6 +107,8 @@ class SnapshotFlow:
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._refused: set[AttemptKey] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self.cadence = ""
+        """How often this generation commits and why, where rank 0 chooses that; manifests tell it."""
         self._last_commit: tuple[int, float] | None = None
         """Its step, and when it was told, on the monotonic clock."""
 
@@ -114,6 +116,8 @@ class SnapshotFlow:
         """Another generation runs here from now on."""
         self.stop()
         self._plan, self._member, self._peer = plan, launch.member, launch.peer_uid
+        self.cadence = ""
+        self._hooks.note("cadence", "")
 
     def stop(self) -> None:
         """The generation is over: nobody waits for its copies; its attempts go on if they have all they need."""
@@ -231,7 +235,11 @@ class SnapshotFlow:
             taken = {a.slot for a in self._attempts.values()}
             slot = next(k for k in range(decide.UPLOADS_MAX) if k not in taken)
             attempt = _Attempt(
-                key, self._member, len(self._plan.members), slot, _facts(self._plan, self._member)
+                key,
+                self._member,
+                len(self._plan.members),
+                slot,
+                _facts(self._plan, self._member, self.cadence),
             )
             self._attempts[key] = attempt
         return self._folder.upload_path(rank, attempt.slot)
@@ -384,9 +392,10 @@ class SnapshotFlow:
             log.error("a snapshot's way broke off: %r", error, exc_info=error)
 
 
-def _facts(plan: wire.Plan, member: wire.Member) -> dict[str, str]:
+def _facts(plan: wire.Plan, member: wire.Member, cadence: str) -> dict[str, str]:
     """What a manifest tells of its committer."""
     return {
+        **({"interval": cadence} if cadence else {}),
         "run_id": plan.run_id,
         "node": member.uid,
         "spec_hash": plan.spec_hash,

@@ -183,6 +183,7 @@ class Run:
                 steps=self.spec.job.steps,
                 every_steps=self.spec.checkpoint.every_steps,
                 every_s=self.spec.checkpoint.every_s,
+                auto=self.spec.checkpoint.every == "auto",
                 restore_path=self._link.start_msg.restore_path,
                 limits=self._limits,
             ),

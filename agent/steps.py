@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from surefoot.agent.batches import StepData
+from surefoot.agent.cadence import Cadence
 from surefoot.agent.exchange import GatherWords, StepVerdict, StepWord, judge, unpack_word
 from surefoot.agent.failures import (
     Area,
@@ -36,6 +37,7 @@ from surefoot.agent.tracing import Tracer
 from surefoot.ckpt.errors import DamagedError, SlotTooSmallError, StepMissingError
 from surefoot.ckpt.manifest import LedgerRow, manifest_key
 from surefoot.controller.wire import (
+    CadenceMsg,
     CommittedMsg,
     DamagedStep,
     Phase,
@@ -79,6 +81,8 @@ class LoopFacts:
     """Distance of commits."""
     every_s: float | None = None
     """Instead: seconds from one attempt to the next, by rank 0's clock."""
+    auto: bool = False
+    """Instead: as often as rank 0 chooses."""
     restore_path: str | None
     limits: Limits
 
@@ -194,6 +198,7 @@ class StepLoop:
         """The newest step of which this life has staged a snapshot."""
         self.attempted = facts.plan.start.step
         self.attempted_at = clock()
+        self.cadence = Cadence(facts.plan, clock=clock) if facts.auto and facts.rank == 0 else None
         self.pending: int | None = None
         """Rank 0: the step whose attempt is not answered yet."""
         self.finished = facts.plan.start.step
@@ -334,15 +339,21 @@ class StepLoop:
         return start.step if start.tier != "nothing" else -1
 
     def _due(self, step: int) -> bool:
+        uploading = self.pending is not None
         if self.pending is not None and self.link.peek(_take_answer(self.pending)) is not None:
             self.pending = None
+        every_s = self.facts.every_s
+        if self.cadence is not None:
+            every_s = self.cadence.step_ended(uploading=uploading)
+            if why := self.cadence.news():
+                self.link.send(CadenceMsg(why=why))
         return attempt_due(
             step,
             steps=self.facts.steps,
             every_steps=self.facts.every_steps,
             attempted=self.attempted,
             pending=self.pending is not None,
-            every_s=self.facts.every_s,
+            every_s=every_s,
             since_s=self.clock() - self.attempted_at,
         )
 
@@ -407,6 +418,8 @@ class StepLoop:
         )
 
     def _announce(self, step: int, slot: int, attempt: str | None) -> None:
+        if attempt is not None and self.cadence is not None:
+            self.cadence.begun()
         if attempt is not None:
             self.attempted = step
             self.attempted_at = self.clock()

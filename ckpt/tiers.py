@@ -11,16 +11,19 @@ from surefoot.ckpt.live.staging import Restored, Stager
 from surefoot.ckpt.loading.restore import committed_rows, restore_committed
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.ckpt.objects.probe import do_without_conditions
+from surefoot.ckpt.planning.interval import CostMeter, IntervalChoice, choose
 from surefoot.ckpt.saving.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.saving.upload import report_failure, upload_images
 
 __all__ = [
     "CommitOutcome",
     "Committed",
+    "CostMeter",
     "Fenced",
     "GivenUp",
     "ImageError",
     "ImageInfo",
+    "IntervalChoice",
     "LedgerRow",
     "Lost",
     "Restored",
@@ -28,6 +31,7 @@ __all__ = [
     "SlotTooSmallError",
     "Stager",
     "apply_retention",
+    "choose",
     "commit",
     "committed_rows",
     "do_without_conditions",

@@ -4,7 +4,7 @@ House rules. Keys are exactly those of the TOML file, tables are frozen dataclas
 default here and nowhere else. `parse_spec` finds *all* problems of a file before it refuses it, each with its place, its
 reason and, for a name that does not exist, the nearest one that does. Nothing is imported, connected or looked up: a
 laptop can check the spec of a thousand GPUs. What the file may already say but Surefoot cannot do yet is refused in so
-many words (`_LATER`), never ignored.
+many words ("comes later"), never ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 # ---------------------------------------------------------------- the tables
 
@@ -73,8 +73,9 @@ class CheckpointTable:
     memory_every_steps: int = 1
     every_steps: int = 20
     """A checkpoint in the object store each so many steps, and at the last step."""
+    every: Literal["auto"] | None = None
     every_s: float | None = None
-    """Instead: one as soon as so many seconds have passed since the last was begun, by rank 0's clock. None: by steps."""
+    """Instead: as often as is worth it (agent/cadence.py); or as soon as so many seconds have passed, by rank 0's clock."""
     keep: int = 3
     """The newest so many checkpoints of the lineage are kept."""
     keep_every_steps: int | None = None
@@ -125,8 +126,9 @@ class JobSpec:
     def hash(self) -> str:
         """sha256 (hex) of what the file *means*: formatting, order of keys and defaults written out make no difference."""
         meant = dataclasses.asdict(self)
-        if self.checkpoint.every_s is None:
-            del meant["checkpoint"]["every_s"]  # a key of later: without it a file means what it always meant
+        for key in ("every", "every_s"):  # keys of later: without them a file means what it always meant
+            if meant["checkpoint"][key] is None:
+                del meant["checkpoint"][key]
         text = json.dumps(meant, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -256,7 +258,7 @@ def parse_spec(text: str, *, source: str = "job.toml") -> JobSpec:
         job=_job(check.table(raw, "job", JobTable)),
         program=_program(check.table(raw, "program", ProgramTable, extra=("command",))),
         layout=_layout(check.table(raw, "layout", LayoutTable)),
-        checkpoint=_checkpoint(check.table(raw, "checkpoint", CheckpointTable, extra=("every",))),
+        checkpoint=_checkpoint(check.table(raw, "checkpoint", CheckpointTable)),
         detect=_detect(check.table(raw, "detect", DetectTable)),
         policy=_policy(check.table(raw, "policy", PolicyTable)),
     )
@@ -556,9 +558,6 @@ def _mesh(table: _Table) -> dict[str, int]:
 
 
 _CADENCES = ("every", "every_s", "every_steps")
-_LATER = {
-    "every": "choosing the distance of checkpoints comes later; for now give every_steps or every_s",
-}
 
 
 def _checkpoint(table: _Table) -> CheckpointTable:
@@ -566,12 +565,12 @@ def _checkpoint(table: _Table) -> CheckpointTable:
     for key in given:
         if len(given) > 1:
             table.problem(key, f"only one of {', '.join(_CADENCES)} may be given, not {' and '.join(given)}")
-        elif key in _LATER:
-            table.problem(key, _LATER[key])
+        elif key == "every" and table.values[key] != "auto":
+            table.problem(key, "must be 'auto'; for a distance give every_steps or every_s")
     every_steps = table.integer("every_steps", 20, 1)
     every_s = table.number("every_s", 600.0, 0, above=True) if "every_s" in table else None
     keep_every = table.integer("keep_every_steps", 0, 1) if "keep_every_steps" in table else None
-    if keep_every is not None and every_s is not None:
+    if keep_every is not None and (every_s is not None or "every" in table):
         reason = "needs every_steps: checkpoints by time fall on any step"
         table.problem("keep_every_steps", reason)
     elif keep_every is not None and keep_every % every_steps:
@@ -583,6 +582,7 @@ def _checkpoint(table: _Table) -> CheckpointTable:
         )
     return CheckpointTable(
         every_steps=every_steps,
+        every="auto" if "every" in table else None,
         every_s=every_s,
         keep=table.integer("keep", 3, 2, why="while one is written, the one before it is all there is"),
         keep_every_steps=keep_every,

@@ -89,6 +89,10 @@ class Plan(_Value, frozen=True, kw_only=True):
     reason: Reason
     conditional: bool = True
     """Whether the object store creates conditionally, as its leader found; without, all writers do without, alike."""
+    faults: int = 0
+    """How many generations of this run something forced, this one included; with `ran_s`, how often the job is interrupted."""
+    ran_s: float = 0.0
+    """For how long generations of this run were in force before this one, by the clocks of those who led."""
     spec_hash: str
     code_version: str
     controller: str
@@ -322,6 +326,12 @@ class SnapshotMsg(_Message, frozen=True, kw_only=True, tag="snapshot"):
     attempt: str | None = None
 
 
+class CadenceMsg(_Message, frozen=True, kw_only=True, tag="cadence"):
+    """Rank 0 has chosen how often to commit; `why` is the reasoning, in a sentence."""
+
+    why: str
+
+
 class FailedMsg(_Message, frozen=True, kw_only=True, tag="failed"):
     """Training code raised; the process exits next."""
 
@@ -375,7 +385,7 @@ class StopMsg(_Message, frozen=True, kw_only=True, tag="stop"):
     grace_s: float
 
 
-RankToAgent = HelloMsg | PhaseMsg | StepMsg | PoolMsg | SnapshotMsg | FailedMsg | DoneMsg
+RankToAgent = HelloMsg | PhaseMsg | StepMsg | PoolMsg | SnapshotMsg | CadenceMsg | FailedMsg | DoneMsg
 AgentToRank = StartMsg | PoolReadyMsg | ReplicatedMsg | CommittedMsg | StopMsg
 
 

@@ -120,6 +120,12 @@ def spent(records: Mapping[int, Record], lineage: Iterable[ManifestRef], run_id:
     return Spent(restarts=dict(restarts), signatures=tuple(signatures))
 
 
+def interruptions(records: Mapping[int, Record], run_id: str) -> int:
+    """How many generations of this run something forced."""
+    plans = (plan_of(r) for r in records.values())
+    return sum(1 for p in plans if p is not None and p.run_id == run_id and p.reason.cause != "none")
+
+
 def judge(
     settings: Settings, account: Spent, *, cause: str, signature: str, permanent: bool = False
 ) -> BudgetVerdict:

@@ -250,6 +250,8 @@ def _plan(d: Draft, generation: int, placed: Placement, start: starting.Start) -
         why = msgspec.structs.replace(why, kind="replace")
     if start.passed_over:
         why = msgspec.structs.replace(why, detail="; ".join(filter(None, (why.detail, *start.passed_over))))
+    before, truth = d.s.in_force, d.s.truth
+    assert truth is not None
     return Plan(
         job=settings.job,
         run_id=settings.run_id,
@@ -261,7 +263,9 @@ def _plan(d: Draft, generation: int, placed: Placement, start: starting.Start) -
         sources=start.sources,
         peers=placed.peers,
         reason=why,
-        conditional=d.s.truth is None or not d.s.truth.lacks,
+        conditional=not truth.lacks,
+        faults=budget.interruptions(truth.records, settings.run_id) + (why.cause != "none"),
+        ran_s=before.plan.ran_s + d.now - before.since_s if before is not None else 0.0,
         spec_hash=settings.spec_hash,
         code_version=settings.code_version,
         controller=settings.controller,

@@ -871,6 +871,28 @@ def test_outcome_is_written_until_it_stands(bench: Any, committed: Any) -> None:
 # ---------------------------------------------------------------- stores away
 
 
+def test_a_plan_tells_how_often_its_run_was_interrupted(bench: Any) -> None:
+    """What is chosen from it is rank 0's business; a record that is burnt is no interruption of its own."""
+    bench.running(step=8)
+    assert (bench.plan.faults, bench.plan.ran_s) == (0, 0.0)
+    begun = bench.state.in_force.since_s
+    bench.now += 100.0
+    kill(bench)
+    bench.perform(leave=(dec.CreateRecord,))
+    create = bench.take(dec.CreateRecord)
+    lasted = bench.now - begun
+    bench.records[2] = msgspec.structs.replace(create.record, created_by="b@9")
+    bench.send(bench.create(create.op, create.record))
+    bench.perform()
+    assert (bench.plan.generation, bench.plan.faults) == (3, 2)  # b's record charged one, this one another
+    assert 100.0 <= lasted <= bench.plan.ran_s
+    bench.follow()
+    kill(bench)
+    bench.perform()
+    assert (bench.plan.generation, bench.plan.faults) == (4, 3)
+    assert bench.plan.ran_s > lasted
+
+
 def test_a_store_without_conditions_is_told_once_and_in_the_plan(bench: Any) -> None:
     bench.lacks = "s3://b: a second creation succeeded"
     bench.running(step=8)
