@@ -180,6 +180,17 @@ class Rank:
         boto3 = ckpt_peers.Boto3(part_nbytes)
         return self._loaded(lambda: boto3.get(bucket, f"boto3-{self._rank}", self._views), checked)
 
+    # ---- between turns
+
+    def clear(self, *, folder: str) -> None:
+        """Take away what lies in the folder, each rank its share of the files; the records of generations stay."""
+        files = [p for p in Path(folder).rglob("*") if p.is_file() and p.parent.name != "generations"]
+        files.sort(key=lambda p: (-p.stat().st_size, p))
+        dist.barrier()
+        for path in files[self._rank :: dist.get_world_size()]:
+            path.unlink()
+        dist.barrier()
+
     # ---- time
 
     def _timed(self, act: Callable[[], object]) -> float:

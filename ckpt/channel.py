@@ -221,12 +221,14 @@ class StoreChannel:
 
     def hear(self, key: str, timeout_s: float) -> bytes | None:
         """Asks again and again: a wait of the TCPStore's that ends without an answer is logged as a fault, each time."""
-        until, pause_s = time.monotonic() + timeout_s, FIRST_POLL_S
+        begun = time.monotonic()
         while not self._to_rank_0(lambda store: store.check([f"w/{key}"])):
-            if time.monotonic() + pause_s > until:
+            waited_s = time.monotonic() - begun
+            fair_s = min(self.world_size / POLLS_PER_S, timeout_s / 2)
+            pause_s = max(FIRST_POLL_S, fair_s, min(POLL_EVERY * waited_s, LONGEST_POLL_S))
+            if waited_s + pause_s > timeout_s:
                 return None
             time.sleep(pause_s)  # the pace of polling
-            pause_s = min(2 * pause_s, max(LONGEST_POLL_S, self.world_size / POLLS_PER_S))
         return self._to_rank_0(lambda store: store.get(f"w/{key}"))
 
     def count(self, key: str) -> int:

@@ -122,27 +122,34 @@ class LiveChunks:
     leaves: Mapping[str, Leaf]
 
     def __call__(self, drain: Callable[[], None]) -> Iterator[memoryview]:
+        """Views are made ready for as many tensors as the bounce buffer has room for the small ones of: between writes of
+        megabytes, which leave nothing else in the cache, the same work takes several times as long."""
         bounce = torch.empty(BOUNCE_NBYTES, dtype=torch.uint8, device="cpu")
-        view, begin, end = view_bytes(bounce), 0, 0
+        view, start, begin, end = view_bytes(bounce), bounce.data_ptr(), 0, 0
+        ready: list[memoryview] = []
         for source in self._sources():
-            if is_plain_memory(source) and source.nbytes >= DIRECT_NBYTES:
-                yield view[begin:end]
-                yield view_bytes(source)
+            nbytes, plain = source.nbytes, is_plain_memory(source)
+            if plain and nbytes >= DIRECT_NBYTES:
+                ready += view[begin:end], view_bytes(source)
                 begin = end
                 continue
-            for part in _parts(source):
+            for part in (source,) if plain else _parts(source):
                 if end + part.nbytes > BOUNCE_NBYTES:
+                    yield from ready
                     yield view[begin:end]
                     drain()
-                    begin = end = 0
-                bounce[end : end + part.nbytes].copy_(memory_of(part.contiguous()))
+                    ready, begin, end = [], 0, 0
+                if plain:
+                    _memmove(start + end, part.data_ptr(), nbytes)
+                else:
+                    bounce[end : end + part.nbytes].copy_(memory_of(part.contiguous()))
                 end += part.nbytes
+        yield from ready
         yield view[begin:end]
 
-    def _sources(self) -> Iterator[torch.Tensor]:
-        for c in self.copies:
-            with torch.no_grad():
-                yield part_of(self.leaves[c.name], c.box).detach()
+    def _sources(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [part_of(self.leaves[c.name], c.box).detach() for c in self.copies]
 
 
 def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:

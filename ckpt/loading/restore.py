@@ -67,9 +67,7 @@ def _read_table(store: ObjectStore, table: TableRef) -> bytes:
     try:
         return store.read(table.key)
     except ObjectMissingError as e:
-        raise DamagedError(
-            f"{store.root}/{table.key} is missing; load an older step", key=table.key
-        ) from e
+        raise DamagedError(f"{store.root}/{table.key} is missing; load an older step", key=table.key) from e
 
 
 _TABLE_FOLLOWS = b"T"
