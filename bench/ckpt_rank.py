@@ -91,8 +91,8 @@ class Rank:
         return self._step
 
     def save(self) -> float:
-        """A blocking save."""
-        return self._timed(lambda: self._c.save(self._next(), self._state, blocking=True).wait())
+        """A blocking save: it returns with the commit, and raises where there is none."""
+        return self._timed(lambda: self._c.save(self._next(), self._state, blocking=True))
 
     def load(self, *, checked: bool) -> float:
         """Load the newest step into live memory."""
