@@ -58,7 +58,7 @@ class Series:
     def hit(self, kill: Kill) -> tuple[str, list[int]]:
         """Kill a victim there; returns the root, and what is committed on it."""
         root, log, ended = self.victim(kill)
-        assert fired(log), f"{kill} was come to"
+        assert fired(log), f"{kill} was not come to:\n{ended[0]}"
         assert ended[0].code == KILLED
         line = require_whole(root)
         assert line in ([20], [20, 40])
@@ -188,15 +188,22 @@ def test_around_every_object_on_files(on_files: MakeSeries) -> None:
     series.hit_all([*before_each(names), *in_the_middle(points)])
 
 
+def test_at_every_name_over_an_older_attempt_on_files(on_files: MakeSeries) -> None:
+    """CKP-31, CKP-32, second series: before and after every name."""
+    series = on_files("second")
+    series.hit_all(before_each(p for p in series.record() if p.what in ("link", "unlink") and p.nth == 1))
+
+
 @pytest.mark.s3
-def test_around_the_commit_on_s3(on_s3: MakeSeries) -> None:
-    """CKP-31: at the requests for the manifest and after them."""
+@pytest.mark.timeout(300)
+def test_around_every_object_on_s3(on_s3: MakeSeries) -> None:
+    """CKP-31: before and in the middle of every request that makes an object, and around the commit. (All points: soak.)"""
     series = on_s3("first")
-    names = [p for p in series.record() if p.what == "send"]
-    at = next(
-        i for i, p in enumerate(names) if p.name.endswith("/manifest.json") and p.name.startswith("PUT")
-    )
-    series.hit_all(before_each(names[at - 1 : at + 3]))
+    sent = [p for p in series.record() if p.what == "send"]
+    puts = [p for p in sent if p.name.startswith("PUT /gen")]
+    commit = next(p for p in puts if p.name.endswith("/manifest.json"))
+    after = sent[sent.index(commit) + 1 :][:2]
+    series.hit_all([*before_each([*puts, *after]), *in_the_middle(puts)])
 
 
 @pytest.mark.soak
