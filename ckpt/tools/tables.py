@@ -96,8 +96,7 @@ def print_rows(rows: Sequence[CheckpointRow]) -> None:
         "size",
         "tensors",
         "ranks",
-        "attempt",
-        "generation exists for",
+        "reason",
     ):
         table.add_column(
             head, justify="right" if head in ("step", "age", "size", "tensors", "ranks") else "left"
@@ -107,10 +106,10 @@ def print_rows(rows: Sequence[CheckpointRow]) -> None:
         mark = ", ".join(w for w in (where, *(_FLAG_WORDS[f] for f in r.flags)) if w)
         if r.problem:
             mark = ", ".join(w for w in (mark, "unreadable") if w)
-            table.add_row(str(r.step), str(r.generation), mark, "", "", "", "", "", r.reason)
+            table.add_row(str(r.step), str(r.generation), mark, "", "", "", "", r.reason)
             continue
         size, tensors, ranks = human(r.nbytes), str(r.tensors), str(r.world_size)
-        about = (ago(r.age_s), size, tensors, ranks, r.attempt, r.reason)
+        about = (ago(r.age_s), size, tensors, ranks, r.reason)
         table.add_row(str(r.step), str(r.generation), mark, *about)
     say(table)
     for r in rows:
@@ -133,7 +132,8 @@ def print_shown(shown: Shown) -> None:
     say(f"{human(shown.nbytes)} in {counted(len(shown.objects), 'object')}; {_facts(shown.facts)}")
     table = Table(box=None)
     for head in ("tensor", "type", "shape", "size", "pieces", "tied to"):
-        table.add_column(head, justify="right" if head in ("size", "pieces") else "left")
+        # A name is folded, not cut off: somebody may want to copy it.
+        table.add_column(head, justify="right" if head in ("size", "pieces") else "left", overflow="fold")
     for t in shown.tensors:
         table.add_row(t.name, t.dtype, str(list(t.shape)), human(t.nbytes), str(t.pieces), t.tied_to)
     say(table)
@@ -197,7 +197,7 @@ def print_report(report: Report) -> None:
         say(f"{which}: sound; {compared}")
         return
     bad = f", {human(report.damaged_nbytes)} damaged or missing" if report.damage else ""
-    say(f"{which}: NOT SOUND; {compared}{bad}")
+    say(f"{which}: NOT SOUND; {compared if report.objects else 'its manifest cannot be read'}{bad}")
     _listed("", report.problems)
 
 
