@@ -6,6 +6,7 @@ and rank 0 sets the damaged one aside (ckpt/loading/aside.py, which also says wh
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -281,7 +282,7 @@ def read(root: Root, step: int, name: str, part: Sequence[slice] | None = None) 
     stored = manifest.aliases.get(name, name)
     meta = manifest.tensors.get(stored)
     if meta is None:
-        near = [n for n in manifest.tensors if n.endswith(name.rpartition(".")[2])][:5]
+        near = difflib.get_close_matches(name, [*manifest.tensors, *manifest.aliases], n=4, cutoff=0.4)
         raise StepMissingError(
             f"step {step} in {store.root} has no tensor {name}; similar names: {', '.join(near) or 'none'}"
         )

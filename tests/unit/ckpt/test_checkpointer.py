@@ -106,6 +106,12 @@ def test_a_load_from_a_root_that_holds_nothing_says_so_and_a_first_start_goes_on
     assert torch.equal(state["w"], torch.ones(3))
 
 
+def test_a_name_that_is_not_there_is_told_from_those_like_it(tmp_path: Path) -> None:
+    ckpt.save(tmp_path, 1, {"model": nn.Linear(2, 2)})
+    with pytest.raises(StepMissingError, match=r"no tensor model\.wieght; similar names: model\.weight"):
+        ckpt.read(tmp_path, 1, "model.wieght")
+
+
 def test_saving_without_loading_what_is_there(root: str) -> None:
     ckpt.save(root, 5, build())
     with ckpt.Checkpointer(root) as c, pytest.raises(StaleStartError, match="load first"):
