@@ -151,3 +151,8 @@ def do_without_conditions(store: ObjectStore) -> bool:
     if fall_back is not None:
         fall_back()
     return fall_back is not None
+
+
+def does_without_conditions(store: ObjectStore) -> bool:
+    """Has this store fallen back?"""
+    return not getattr(store, "conditional", True)

@@ -67,7 +67,8 @@ class S3ObjectStore:
             in_flight=in_flight,
             try_s=deadline_s / 3 if try_s is None else try_s,
         )
-        self._conditional = True
+        self.conditional = True
+        """Creations carry a condition."""
         self._session = session or Session()
 
     @property
@@ -97,7 +98,7 @@ class S3ObjectStore:
     def do_without_conditions(self) -> None:
         """From now on create without ``If-None-Match``, for a store that does not know it: look, put, and read back whose object
         stands there (`s3create.create_once` says what that does not protect from). Chosen by `probe.ensure_exclusive`."""
-        self._conditional = False
+        self.conditional = False
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         async def pages() -> list[Unfinished]:
@@ -211,7 +212,7 @@ class S3ObjectStore:
             bucket=self._bucket,
             prefix=self._prefix,
             key=check_key(key),
-            conditional=self._conditional,
+            conditional=self.conditional,
         )
 
     def _source(self, key: str) -> Source:

@@ -9,7 +9,6 @@ the memory budget, is written straight from live memory instead.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import secrets
 import socket
@@ -26,27 +25,25 @@ from surefoot.ckpt.channel import Channel, open_channel
 from surefoot.ckpt.errors import (
     CkptError,
     CkptUserError,
-    CkptWorldError,
     CommitError,
     FencedError,
-    StateError,
 )
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
 from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_start
-from surefoot.ckpt.manifest import ManifestRef
 from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
-from surefoot.ckpt.record import StartRef, list_manifests, read_records
+from surefoot.ckpt.record import StartRef, read_records
 from surefoot.ckpt.saving.cadence import Cadence
 from surefoot.ckpt.saving.equipment import Equipment
 from surefoot.ckpt.saving.flight import Flight, Terms, words_of_attempt
-from surefoot.ckpt.saving.generation import open_alone
+from surefoot.ckpt.saving.generation import OwnGeneration
 from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
 from surefoot.ckpt.saving.jobs import UploadMsg
+from surefoot.ckpt.saving.options import require_plain, require_sensible, whole_step
 from surefoot.ckpt.saving.upload import Attempt
 from surefoot.ckpt.saving.writer import KILL_AFTER_S
-from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
+from surefoot.ckpt.store import ObjectStore, Root, open_store
 
 __all__ = ["Checkpointer", "SaveHandle"]
 
@@ -96,22 +93,19 @@ class Checkpointer:
         busy: Literal["wait", "skip"] = "wait",
         resume_tries: int | None = RESUME_TRIES,
     ) -> None:
-        _require_sensible(keep, keep_every, memory_budget, deadline_s, busy)
+        require_sensible(keep, keep_every, memory_budget, deadline_s, busy)
         self._cadence = Cadence(every, every_s)
         self._store: ObjectStore = open_store(root)
         self._group = group
         self._retention = None if keep is None else Retention(newest=keep, every_steps=keep_every)
         self._memory_budget = memory_budget
         self._deadline_s = deadline_s
-        self._start_over = start_over
         self._skips = busy == "skip"
         self._resume_tries = resume_tries
         self._resume: Resume | None = None
         self._channel: Channel | None = None
         self._equipment: Equipment | None = None
-        self._start = StartRef()
-        self._seen: frozenset[ManifestRef] = frozenset()
-        self._generation: int | None = None
+        self._own = OwnGeneration(self._store, start_over=start_over)
         self._in_flight: SaveHandle | None = None
         self._latest: SaveHandle | None = None
         """Of the newest step that was saved, in flight or not."""
@@ -191,7 +185,7 @@ class Checkpointer:
         on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
         """
         self._require_mine()
-        step = _whole(step)
+        step = whole_step(step)
         begun = time.monotonic()
         if force and self._latest is not None and self._latest.step == step:
             return self._latest
@@ -222,10 +216,10 @@ class Checkpointer:
         """Let the first save continue from the newest step in the root, as if that had been loaded. For a caller who knows that
         the state he holds came after it."""
         if self._opened().rank == 0:
-            self._seen = frozenset(list_manifests(self._store))
+            self._own.look_around()
             line = find_line(self._store)
             if line:
-                self._start = StartRef(generation=line[-1].generation, step=line[-1].step)
+                self._own.goes_on_from(StartRef(generation=line[-1].generation, step=line[-1].step))
 
     def close(self) -> None:
         """Wait for the save in flight and let go of everything. Collective. Raises what went wrong with that save.
@@ -263,7 +257,8 @@ class Checkpointer:
         """`load` without a resume marker, and without getting ready."""
         channel = self._opened()
         self._settle()
-        self._seen = frozenset(list_manifests(self._store)) if channel.rank == 0 else frozenset()
+        if channel.rank == 0:
+            self._own.look_around()
         loaded = load_agreed(
             self._store,
             channel,
@@ -275,8 +270,7 @@ class Checkpointer:
             wait_s=wait_s,
         )
         if loaded is not None:
-            self._start = StartRef(generation=loaded.generation, step=loaded.step)
-            self._generation = None
+            self._own.goes_on_from(StartRef(generation=loaded.generation, step=loaded.step))
             self._cadence.loaded(loaded.facts)
             if channel.rank == 0:
                 for passed, why in loaded.passed_over:
@@ -390,9 +384,9 @@ class Checkpointer:
         """Agree, and have a flight see it through; then stage the state, or write it."""
         equipment, channel = self._equipped(), self._opened()
         attempt = self._agree(handle.step, state, cursor=cursor, extra=extra)
-        generation = self._generation_for(handle.step, channel)
+        opened = self._own.open(handle.step, channel)
         staged = not blocking and equipment.get_ready()
-        terms = self._terms(Attempt(generation=generation, step=handle.step, attempt=attempt))
+        terms = self._terms(Attempt(generation=opened.generation, step=handle.step, attempt=attempt))
         flight = Flight(handle, terms, channel, self._store, equipment.uploader() if staged else None)
         if self._flight is not None:
             self._flight.join()
@@ -401,7 +395,8 @@ class Checkpointer:
         self._in_flight = self._latest = handle
         try:
             job = UploadMsg(
-                generation=generation,
+                generation=opened.generation,
+                conditional=opened.conditional,
                 step=handle.step,
                 attempt=attempt,
                 rank=channel.rank,
@@ -450,7 +445,7 @@ class Checkpointer:
         self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None
     ) -> tuple[Word, Exception | None]:
         try:
-            _require_plain(**plain)
+            require_plain(**plain)
             return Word(step=step, fresh=self._equipped().live.look(state)), None
         except Exception as e:  # the others must hear of it before this rank raises
             return Word(step=step, failure=f"{type(e).__name__}: {e}"), e
@@ -478,58 +473,3 @@ class Checkpointer:
         if verdict.fresh:
             self._equipped().live.agree()
         return verdict.attempt
-
-    def _generation_for(self, step: int, channel: Channel) -> int:
-        """The generation of this start; its first save opens it. Rank 0 acts, all hear of it."""
-        if self._generation is not None:
-            return self._generation
-        error: Exception | None = None
-
-        def open_it(_: list[bytes]) -> bytes:
-            nonlocal error
-            try:
-                seen = None if self._start_over else self._seen
-                return str(open_alone(self._store, self._start, step, seen=seen)).encode()
-            except (CkptError, ObjectStoreError) as e:
-                error = e
-                return f"!{e}".encode()
-
-        answer = channel.decide(b"", open_it).decode()
-        if answer.startswith("!"):
-            raise error or CkptWorldError(f"rank 0 could not open a generation: {answer[1:]}")
-        self._generation = int(answer)
-        return self._generation
-
-
-def _whole(step: Any) -> int:
-    """Raises CkptUserError for what is no step."""
-    try:
-        found = operator.index(step)
-    except TypeError:
-        found = -1
-    if found < 0:
-        raise CkptUserError(f"{step!r} is no step: steps are whole numbers from 0")
-    return found
-
-
-def _require_plain(**given: dict[str, Any] | None) -> None:
-    """Raises StateError naming what JSON has no form for."""
-    for name, value in given.items():
-        try:
-            msgspec.json.encode(value)
-        except (TypeError, ValueError, RecursionError) as e:
-            raise StateError(f"{name} has to consist of numbers, text, lists and mappings: {e}") from e
-
-
-def _require_sensible(keep: Any, keep_every: Any, memory_budget: Any, deadline_s: Any, busy: Any) -> None:
-    """Raises ValueError for options that would fail later, or be passed over in silence."""
-    for name, count in (("keep", keep), ("keep_every", keep_every), ("memory_budget", memory_budget)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            unit = " of bytes" if name == "memory_budget" else ""
-            raise ValueError(f"{name} = {count!r}: a whole number{unit}, at least 1, or leave it out")
-    if keep_every is not None and keep is None:
-        raise ValueError("keep_every says what stays beside the newest `keep`: give keep as well")
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:
-        raise ValueError(f"deadline_s = {deadline_s!r}: a positive number of seconds")
-    if busy not in ("wait", "skip"):
-        raise ValueError(f"busy = {busy!r}: 'wait' or 'skip'")

@@ -6,9 +6,12 @@ import os
 import secrets
 import socket
 from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from surefoot.ckpt.errors import CkptUserError, CkptWorldError
-from surefoot.ckpt.objects.probe import ensure_exclusive
+import msgspec
+
+from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError
+from surefoot.ckpt.objects.probe import do_without_conditions, does_without_conditions, ensure_exclusive
 from surefoot.ckpt.record import (
     ManifestRef,
     Record,
@@ -19,7 +22,10 @@ from surefoot.ckpt.record import (
     list_manifests,
     read_records,
 )
-from surefoot.ckpt.store import ObjectStore
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError
+
+if TYPE_CHECKING:
+    from surefoot.ckpt.channel import Channel
 
 TRIES = 20
 """How many other starts may take a number before us, at the same moment, until we call it a fault."""
@@ -37,19 +43,69 @@ class StaleStartError(CkptWorldError):
         self.newest = newest
 
 
-def open_alone(
-    store: ObjectStore, start: StartRef, step: int, *, seen: Collection[ManifestRef] | None
-) -> int:
-    """`open_generation` for this process, whose first save is of `step`.
+class Opened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The generation of a start, as its rank 0 tells the others, or why there is none. `conditional` False: this store creates
+    only without conditions, so all processes of the start do without."""
 
-    Raises CkptUserError where that is not beyond `start`, and as `open_generation`.
-    """
-    if start.generation and step <= start.step:
-        raise CkptUserError(
-            f"step {step} is not newer than step {start.step}, which this start continues from: save under a higher number"
-        )
-    created_by = f"alone:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
-    return open_generation(store, start, seen=seen, created_by=created_by)
+    generation: int = 0
+    conditional: bool = True
+    failure: str = ""
+
+
+class OwnGeneration:
+    """Where a start without a controller goes on from, and the generation that its first save opens. Rank 0 acts, all hear."""
+
+    def __init__(self, store: ObjectStore, *, start_over: bool) -> None:
+        self._store = store
+        self._start_over = start_over
+        self._start = StartRef()
+        self._seen: frozenset[ManifestRef] = frozenset()
+        self._opened: Opened | None = None
+
+    def look_around(self) -> None:
+        """Before a load, on rank 0: what a later start than this one finds beyond these was not there for the load to take."""
+        self._seen = frozenset(list_manifests(self._store))
+
+    def goes_on_from(self, start: StartRef) -> None:
+        """That was loaded; the next save opens a generation that continues it."""
+        self._start, self._opened = start, None
+
+    def open(self, step: int, channel: Channel) -> Opened:
+        """Once per start; its first save is of `step`. Collective.
+
+        Raises: CkptUserError where `step` is not beyond what this start goes on from; as `open_generation` on rank 0,
+        CkptWorldError on the others.
+        """
+        if self._opened is not None:
+            return self._opened
+        error: Exception | None = None
+
+        def act(_: list[bytes]) -> bytes:
+            nonlocal error
+            try:
+                opened = self._open(step)
+            except (CkptError, ObjectStoreError) as e:
+                error, opened = e, Opened(failure=str(e) or type(e).__name__)
+            return msgspec.json.encode(opened)
+
+        opened = msgspec.json.decode(channel.decide(b"", act), type=Opened)
+        if opened.failure:
+            raise error or CkptWorldError(f"rank 0 could not open a generation: {opened.failure}")
+        if not opened.conditional:
+            do_without_conditions(self._store)
+        self._opened = opened
+        return opened
+
+    def _open(self, step: int) -> Opened:
+        start = self._start
+        if start.generation and step <= start.step:
+            raise CkptUserError(
+                f"step {step} is not newer than step {start.step}, which this start continues from: save under a higher number"
+            )
+        created_by = f"alone:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+        seen = None if self._start_over else self._seen
+        number = open_generation(self._store, start, seen=seen, created_by=created_by)
+        return Opened(generation=number, conditional=not does_without_conditions(self._store))
 
 
 def open_generation(

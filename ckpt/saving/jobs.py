@@ -32,9 +32,11 @@ class LayoutMsg(msgspec.Struct, frozen=True, tag="layout"):
 
 
 class UploadMsg(msgspec.Struct, frozen=True, kw_only=True, tag="upload"):
-    """Store what the buffer holds. `replicas`: hashes that were taken already; None: take them."""
+    """Store what the buffer holds. `replicas`: hashes that were taken already; None: take them. `conditional` False: this store
+    creates only without conditions; so it is from now on."""
 
     generation: int
+    conditional: bool = True
     step: int
     attempt: str
     rank: int

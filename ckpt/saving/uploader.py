@@ -20,6 +20,7 @@ from surefoot.ckpt.errors import CkptError, CommitError
 from surefoot.ckpt.format.image import ImageStructure
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.manifest import DataObject, RankPart
+from surefoot.ckpt.objects.probe import do_without_conditions
 from surefoot.ckpt.saving.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.saving.jobs import (
     AbandonMsg,
@@ -113,6 +114,8 @@ class Uploader:
 
     def _upload_part(self, job: UploadMsg, place: Attempt) -> None:
         assert self._structure is not None, "a layout comes first"
+        if not job.conditional:
+            do_without_conditions(self._store)
         s = self._structure
         section = (self._memory or memoryview(b""))[
             : s.written_nbytes if job.replicas is not None else s.data_nbytes

@@ -70,3 +70,23 @@ def ranks(rank_host: RankHost) -> Callable[..., list[Any]]:
     """``ranks(4, "module:function", *args)``: what the function, of a module beside the tests, returned on each of 4 ranks of
     a gloo group. A failure on any rank, a hang or a process left behind fails the test, with all tracebacks or stacks."""
     return rank_host.play
+
+
+@pytest.fixture
+def knows_no_conditions(s3_proxy: Any, s3_faults: Any) -> Callable[[], list[str]]:
+    """The store before the proxy refuses every creation with a condition; returns what was created without."""
+
+    def act(exchange: Any) -> None:
+        if "if-none-match" in exchange.request.headers:
+            s3_faults.status(501, "NotImplemented")(exchange)
+        else:
+            exchange.send(exchange.forward())
+
+    fault = s3_proxy.fault("PutObject", act, times=None)
+
+    def created() -> list[str]:
+        assert fault.fired > 0
+        puts = [r for r in s3_proxy.of("PutObject") if "if-none-match" not in r.headers]
+        return [r.key for r in puts if r.status == 200]
+
+    return created

@@ -48,26 +48,6 @@ def job(tmp_path: Path, s3_url: str) -> Path:
     return path
 
 
-@pytest.fixture
-def knows_no_conditions(s3_proxy: Any, s3_faults: Any) -> Callable[[], list[str]]:
-    """The store before the proxy refuses every creation with a condition; returns what was created without."""
-
-    def act(exchange: Any) -> None:
-        if "if-none-match" in exchange.request.headers:
-            s3_faults.status(501, "NotImplemented")(exchange)
-        else:
-            exchange.send(exchange.forward())
-
-    fault = s3_proxy.fault("PutObject", act, times=None)
-
-    def created() -> list[str]:
-        assert fault.fired > 0
-        puts = [r for r in s3_proxy.of("PutObject") if "if-none-match" not in r.headers]
-        return [r.key for r in puts if r.status == 200]
-
-    return created
-
-
 def test_a_job_on_a_store_without_conditions(
     home: Any, job: Path, s3_url: str, knows_no_conditions: Callable[[], list[str]]
 ) -> None:
