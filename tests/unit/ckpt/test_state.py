@@ -12,7 +12,7 @@ from torch import nn
 
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import ImageError, SlotTooSmallError, StateError, StateMismatchError
-from surefoot.ckpt.format.image import PAGE_NBYTES
+from surefoot.ckpt.manifest import PAGE_NBYTES
 from surefoot.ckpt.state import collect
 
 
