@@ -14,7 +14,7 @@ expected), `spread` (least and greatest of each), `missed` (keys that are not as
   DCP's includes its `get_state_dict`, which ours does itself. `upload_drag_s`: what the steps until the commit took beyond
   the median, all together.
 * ``raw``: the fastest of write() in 8 MiB chunks, a copy into mmap with msync, and pwrite() by two threads; each rank writes
-  its own bytes, both at once, fsync included. Reading likewise, into memory that was written before. Whoever writes, raw, ours
+  its own bytes, both at once, fsync included. Reading likewise, what was written just before, into memory that was written before. Whoever writes, raw, ours
   or DCP, has its own last files taken away right before, so that all get memory that was free for a moment only.
 * ``memory``: the growth of the proportional set size of the ranks and all their processes, at its peak, over the bytes
   staged, in each of 50 saves; `rss_drift_over_staged`: how much higher the last ten settle than the first ten.
