@@ -33,7 +33,9 @@ from surefoot.chaos.schedule import Fault, demo_schedule
 from surefoot.chaos.trace import read_all
 from surefoot.controller.local import LocalRun, RunFailedError, terminations_interrupt
 from surefoot.controller.spec import SpecError, parse_spec
-from surefoot.controller.view import JobView, news, render
+from surefoot.controller.view.picture import render
+from surefoot.controller.view.types import JobView
+from surefoot.controller.view.words import news
 from surefoot.examples import text
 from surefoot.exitcodes import ExitCode
 

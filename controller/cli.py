@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs: --help shoul
 
     from surefoot.controller.local import LocalRun
     from surefoot.controller.spec import JobSpec
-    from surefoot.controller.view import JobFacts, JobView
+    from surefoot.controller.view.types import JobFacts, JobView
 
 app = typer.Typer(
     name="surefoot",
@@ -218,7 +218,7 @@ def _follow_live(the_run: LocalRun) -> JobView:
     from rich.console import Console
     from rich.live import Live
 
-    from surefoot.controller.view import render
+    from surefoot.controller.view.picture import render
 
     console = Console(stderr=True)
     with Live(console=console, refresh_per_second=PICTURES_PER_S, transient=False) as live:
@@ -232,7 +232,7 @@ def _follow_live(the_run: LocalRun) -> JobView:
 
 
 def _follow_plainly(the_run: LocalRun) -> JobView:
-    from surefoot.controller.view import news
+    from surefoot.controller.view.words import news
 
     before, printed_at = the_run.view(), 0.0
     if before.committed is not None:
@@ -271,7 +271,7 @@ def status(
     json: JsonFlag = False,
 ) -> None:
     """Where a job stands: phase, step, nodes, ranks, and why. Without etcd: what the object store proves."""
-    from surefoot.controller.view import render
+    from surefoot.controller.view.picture import render
 
     seen = _look(_target(job_file or job, root, etcd))
     if json:
@@ -310,7 +310,7 @@ def why(
     json: JsonFlag = False,
 ) -> None:
     """One incident: evidence, cause, decision, and what it cost. Works after etcd is gone."""
-    from surefoot.controller.view import incident_story
+    from surefoot.controller.view.words import incident_story
 
     seen = _look(_target(job_file or job, root, etcd))
     found = [i for i in seen.incidents if incident in ("last", i.id)]
@@ -337,7 +337,7 @@ class _Target:
 def _target(job_file: Path | None, root: str | None, etcd: str | None) -> _Target:
     """What the options name; a run of that job on this machine lends its etcd's address, and its job file."""
     from surefoot.controller.reader import facts_of, same_root
-    from surefoot.controller.view import JobFacts
+    from surefoot.controller.view.types import JobFacts
 
     if job_file is None and root is None:
         raise CommandError("which job? Give JOB.toml, or --root URL", ExitCode.USAGE)

@@ -49,13 +49,15 @@ from surefoot.ckpt.store import (
     ObjectStoreError,
     open_store,
 )
-from surefoot.controller import etcd, view, wire
+from surefoot.controller import etcd, wire
 from surefoot.controller.core.closing import resumes
 from surefoot.controller.keys import Keys
 from surefoot.controller.lastwords import first_error, how_ended
 from surefoot.controller.reader import JobReader, facts_of, same_root
 from surefoot.controller.spec import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, connect
+from surefoot.controller.view.types import JobView
+from surefoot.controller.view.values import outcome_of
 from surefoot.exitcodes import ExitCode
 
 log = logging.getLogger(__name__)
@@ -245,7 +247,7 @@ class LocalRun:
         """The shared-memory folder of a node: its memory."""
         return self._running().shm_dir / uid
 
-    def view(self) -> view.JobView:
+    def view(self) -> JobView:
         """A fresh snapshot of the job."""
         if self._reader is None:
             raise RuntimeError("the run is not started, or was stopped")
@@ -258,7 +260,7 @@ class LocalRun:
                 found = self._store.get(Keys(self.spec.job.name).outcome)
             except CoordError:
                 return None
-            self._outcome = view.outcome_of(found.value if found else None, self.run_id)
+            self._outcome = outcome_of(found.value if found else None, self.run_id)
         return self._outcome
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
-"""Reads what etcd and the object store hold of a job, and makes `view.JobView` snapshots of it.
+"""Reads what etcd and the object store hold of a job, and makes `JobView` snapshots of it.
 
-The shell around `view.observe`, shared by `surefoot status`, `surefoot run` and the demo. It writes nothing. Trouble with
+The shell around `observe`, shared by `surefoot status`, `surefoot run` and the demo. It writes nothing. Trouble with
 one of the two stores never hides what the other one says: the last thing known stays, and `trouble` says what is wrong.
 """
 
@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from surefoot.ckpt.errors import CkptError
 from surefoot.ckpt.record import ManifestRef, Record, list_manifests, list_records, read_record
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
-from surefoot.controller import view, wire
+from surefoot.controller import wire
 from surefoot.controller.journal import read_incidents
 from surefoot.controller.keys import Keys
 from surefoot.controller.spec import JobSpec
-from surefoot.controller.store import CoordError, CoordStore, KeyValue
+from surefoot.controller.store import CoordError, CoordStore
+from surefoot.controller.view.observing import observe
+from surefoot.controller.view.types import JobFacts, JobView
+from surefoot.controller.view.values import told
 
 RELIST_S = 5.0
 """The object store is listed again after this, and at once when etcd names a generation or a commit not yet seen."""
 
 
-def facts_of(spec: JobSpec) -> view.JobFacts:
+def facts_of(spec: JobSpec) -> JobFacts:
     """What a view needs of the spec."""
-    return view.JobFacts(
-        name=spec.job.name, steps=spec.job.steps, nodes=spec.layout.nodes, root=spec.job.root
-    )
+    return JobFacts(name=spec.job.name, steps=spec.job.steps, nodes=spec.layout.nodes, root=spec.job.root)
 
 
 def same_root(one: object, other: object) -> bool:
@@ -46,7 +47,7 @@ class JobReader:
 
     def __init__(
         self,
-        facts: view.JobFacts,
+        facts: JobFacts,
         *,
         store: CoordStore | None,
         objects: ObjectStore | None,
@@ -64,22 +65,22 @@ class JobReader:
         self._manifests: list[ManifestRef] = []
         self._listed_at: float | None = None
         self._incidents: dict[str, wire.Incident] = {}
-        self._last: view.JobView | None = None
+        self._last: JobView | None = None
 
-    def read(self) -> view.JobView:
+    def read(self) -> JobView:
         """A fresh snapshot. Blocks no longer than the deadlines of the two stores."""
         with self._one_at_a_time:
             return self._read()
 
-    def _read(self) -> view.JobView:
+    def _read(self) -> JobView:
         trouble: list[str] = []
-        items = self._list_keys(trouble)
-        if self._objects is not None and self._stale(items or ()):
+        keys = self._list_keys(trouble)
+        if self._objects is not None and self._stale(keys or {}):
             self._list_objects(self._objects, trouble)
         self.trouble = tuple(trouble)
-        self._last = view.observe(
+        self._last = observe(
             self.facts,
-            keys=items,
+            keys=keys,
             records=self._records,
             manifests=self._manifests,
             previous=self._last,
@@ -98,19 +99,19 @@ class JobReader:
         if self._objects is not None:
             self._incidents = {**read_incidents(self._objects), **self._incidents}
 
-    def _list_keys(self, trouble: list[str]) -> Sequence[KeyValue] | None:
+    def _list_keys(self, trouble: list[str]) -> dict[str, bytes] | None:
         if self._store is None:
             return None
         try:
-            return self._store.list(self._keys.root).items
+            return {kv.key: kv.value for kv in self._store.list(self._keys.root).items}
         except CoordError as e:
             trouble.append(str(e))
             return None
 
-    def _stale(self, items: Sequence[KeyValue]) -> bool:
+    def _stale(self, keys: Mapping[str, bytes]) -> bool:
         if self._listed_at is None or time.monotonic() - self._listed_at >= RELIST_S:
             return True
-        told_generation, told_commit = view.told(self._keys, items)
+        told_generation, told_commit = told(self._keys, keys)
         newest = max(((m.generation, m.step) for m in self._manifests), default=(0, 0))
         return told_generation > max(self._records, default=0) or told_commit > newest
 
@@ -128,8 +129,8 @@ class JobReader:
 
 
 def read_once(
-    facts: view.JobFacts, *, store: CoordStore | None, objects: ObjectStore
-) -> tuple[view.JobView, tuple[str, ...]]:
+    facts: JobFacts, *, store: CoordStore | None, objects: ObjectStore
+) -> tuple[JobView, tuple[str, ...]]:
     """One snapshot, and what could not be read of it. A job without a name gets that of its newest record's plan.
 
     Raises:

@@ -2,11 +2,15 @@
 
 `Bench.send` is one `advance`, after which every invariant is checked. What the core decides lands in `bench.wanted` and is
 carried out by `bench.perform`, one default outcome each, unless the test answers something else first.
+
+This file makes view_listings.py importable as well (in pytest's import mode `importlib` the tests are no package).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +25,8 @@ from surefoot.controller.core.advance import advance
 from surefoot.controller.core.moves import Mind
 from surefoot.controller.core.settings import Settings
 from surefoot.controller.core.state import State
+
+sys.path.append(str(Path(__file__).parent))
 
 
 def manifest(generation: int, step: int) -> ManifestRef:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from surefoot.ckpt.store import MemoryObjectStore, ObjectInfo, ObjectStoreUnavailableError
-from surefoot.controller import view
 from surefoot.controller.reader import read_once
 from surefoot.controller.store import MemoryStore
+from surefoot.controller.view.types import JobFacts
 
 
 class Away(MemoryObjectStore):
@@ -15,7 +15,7 @@ class Away(MemoryObjectStore):
 
 def test_an_object_store_that_is_away_hides_nothing_of_etcd() -> None:
     """CKP-39: the status is what shows why nothing is committed."""
-    facts = view.JobFacts(name="j", steps=100, nodes=1, root="memory://")
+    facts = JobFacts(name="j", steps=100, nodes=1, root="memory://")
     seen, trouble = read_once(facts, store=MemoryStore(), objects=Away())
     assert seen.job == "j"
     assert seen.phase == "waiting"
