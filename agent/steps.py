@@ -20,34 +20,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from surefoot.agent.attempts import Attempts, take_answer
 from surefoot.agent.batches import StepData
 from surefoot.agent.cadence import Cadence
 from surefoot.agent.exchange import GatherWords, StepVerdict, StepWord, judge, unpack_word
-from surefoot.agent.failures import (
-    Area,
-    CommitGivenUpError,
-    RanksDisagreeError,
-    StartDamagedError,
-    StartupError,
-)
+from surefoot.agent.failures import Area, CommitGivenUpError, RanksDisagreeError
 from surefoot.agent.link import AgentLink, AgentNews
 from surefoot.agent.pool import SLOTS, SlotPool, choose_slot
+from surefoot.agent.restoring import Restored, agree_on_start, require_start, restored_from
 from surefoot.agent.seeding import seed_all, seed_of
 from surefoot.agent.tracing import Tracer
-from surefoot.ckpt.errors import DamagedError, SlotTooSmallError, StepMissingError
-from surefoot.ckpt.manifest import LedgerRow, manifest_key
-from surefoot.controller.wire import (
-    CadenceMsg,
-    CommittedMsg,
-    DamagedStep,
-    Phase,
-    Plan,
-    PoolMsg,
-    PoolReadyMsg,
-    SnapshotMsg,
-    StartingPoint,
-    StepMsg,
-)
+from surefoot.ckpt.errors import SlotTooSmallError
+from surefoot.ckpt.manifest import LedgerRow
+from surefoot.controller.wire import Phase, Plan, PoolMsg, PoolReadyMsg, SnapshotMsg, StepMsg
 from surefoot.failpoint import failpoint
 
 
@@ -87,22 +72,6 @@ class LoopFacts:
     limits: Limits
 
 
-class Restored(Protocol):
-    """What a starting point brought back, besides the state itself (`ckpt.tiers.Restored`)."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def cursor(self) -> Mapping[str, Any]: ...
-
-    @property
-    def ledger(self) -> Sequence[LedgerRow]: ...
-
-
 class Stager(Protocol):
     """State to and from a slot (`ckpt.tiers.Stager`)."""
 
@@ -132,33 +101,6 @@ class Shell(Protocol):
     def take_reports(self) -> tuple[float, int]:
         """The sum of this step's reported losses and their number; both start again at zero."""
         ...
-
-
-def attempt_due(
-    step: int,
-    *,
-    steps: int,
-    every_steps: int,
-    attempted: int,
-    pending: bool,
-    every_s: float | None = None,
-    since_s: float = 0.0,
-) -> bool:
-    """Whether to begin committing `step`.
-
-    Due are multiples of `every_steps` (or, with `every_s`, the first step after so many seconds), and the last step. While an attempt is under way none is begun: the one that fell
-    due meanwhile is made up at the first step after it.
-
-    Args:
-        attempted: the step of the last attempt; the starting point's before the first.
-        pending: that attempt has not been answered yet.
-        since_s: how long ago it was begun.
-    """
-    if step == steps:
-        return True
-    if every_s is not None:
-        return not pending and since_s >= every_s
-    return not pending and step // every_steps > attempted // every_steps
 
 
 class StepLoop:
@@ -191,16 +133,19 @@ class StepLoop:
         self.tracer = tracer
         self.nonce = nonce
         self.pause = pause
-        self.clock = clock
         self.pool = SlotPool()
         self.ledger: list[LedgerRow] = []
         self.staged: int | None = None
         """The newest step of which this life has staged a snapshot."""
-        self.attempted = facts.plan.start.step
-        self.attempted_at = clock()
-        self.cadence = Cadence(facts.plan, clock=clock) if facts.auto and facts.rank == 0 else None
-        self.pending: int | None = None
-        """Rank 0: the step whose attempt is not answered yet."""
+        self.attempts = Attempts(
+            facts.plan,
+            steps=facts.steps,
+            every_steps=facts.every_steps,
+            every_s=facts.every_s,
+            cadence=Cadence(facts.plan, clock=clock) if facts.auto and facts.rank == 0 else None,
+            link=link,
+            clock=clock,
+        )
         self.finished = facts.plan.start.step
         """The last finished step."""
         self.ended = self.finished >= facts.steps
@@ -254,11 +199,16 @@ class StepLoop:
         self.shell.enter_phase("restore", start.step)
         if start.tier != "nothing":
             with self.shell.within("checkpoint"):
-                restored = self._restored_from(start)
-            _require_start(restored, start)
+                restored = restored_from(
+                    start,
+                    path=self.facts.restore_path,
+                    restore=self.stager.restore,
+                    restore_committed=self.restore_committed,
+                )
+            require_start(restored, start)
             self.data.load_state_dict(restored.cursor)
             self.ledger = list(restored.ledger) if start.tier == "memory" else []
-        self._agree_on_start(start)
+        agree_on_start(start, self.gather_words)
         self.tracer.note(
             "restored", tier=start.tier, start_generation=start.generation, start_step=start.step
         )
@@ -274,34 +224,6 @@ class StepLoop:
             self._announce(start.step, slot, verdict.attempt)
             self._await_last_commit(start.step, slot)
         return True
-
-    def _restored_from(self, start: StartingPoint) -> Restored:
-        facts = self.facts
-        if start.tier == "memory":
-            if facts.restore_path is None:
-                raise StartupError(
-                    f"the plan restores {_name(start)} from memory, but the agent names no slot"
-                )
-            return restore_slot(self.stager, facts.restore_path)
-        try:
-            return self.restore_committed(start.generation, start.step)
-        except DamagedError as e:
-            raise StartDamagedError(_damaged(start, e.key, str(e))) from e
-        except StepMissingError as e:
-            key = manifest_key(start.generation, start.step)
-            raise StartDamagedError(_damaged(start, key, str(e))) from e
-
-    def _agree_on_start(self, start: StartingPoint) -> None:
-        """Every rank gathers what every rank holds now; a difference would train on a state that never was.
-
-        Raises:
-            StartupError: they differ.
-        """
-        mine = StepWord(generation=start.generation, step=start.step)
-        words = [unpack_word(values) for values in self.gather_words(mine.pack())]
-        others = {(w.generation, w.step) for w in words} - {(start.generation, start.step)}
-        if others:
-            raise StartupError(f"this rank starts from {_name(start)}, others from {sorted(others)}")
 
     # ---- the end of a step
 
@@ -325,7 +247,7 @@ class StepLoop:
             loss_sum=loss_sum,
             reports=reports,
             replicated=max(replicated, self._safe_from_the_start()),
-            attempt=self.nonce() if self.facts.rank == 0 and (insist or self._due(step)) else 0,
+            attempt=self.nonce() if self.facts.rank == 0 and (insist or self.attempts.due(step)) else 0,
             stop=stop,
         )
         failpoint("step.before_exchange")
@@ -337,25 +259,6 @@ class StepLoop:
         """The starting point counts as replicated: all ranks have just restored it, from slots or the object store."""
         start = self.facts.plan.start
         return start.step if start.tier != "nothing" else -1
-
-    def _due(self, step: int) -> bool:
-        uploading = self.pending is not None
-        if self.pending is not None and self.link.peek(_take_answer(self.pending)) is not None:
-            self.pending = None
-        every_s = self.facts.every_s
-        if self.cadence is not None:
-            every_s = self.cadence.step_ended(uploading=uploading)
-            if why := self.cadence.news():
-                self.link.send(CadenceMsg(why=why))
-        return attempt_due(
-            step,
-            steps=self.facts.steps,
-            every_steps=self.facts.every_steps,
-            attempted=self.attempted,
-            pending=self.pending is not None,
-            every_s=every_s,
-            since_s=self.clock() - self.attempted_at,
-        )
 
     def _extend_ledger(self, step: int, samples: Any, loss: str | None) -> None:
         committed = self.link.peek(lambda news: news.committed)
@@ -418,12 +321,8 @@ class StepLoop:
         )
 
     def _announce(self, step: int, slot: int, attempt: str | None) -> None:
-        if attempt is not None and self.cadence is not None:
-            self.cadence.begun()
         if attempt is not None:
-            self.attempted = step
-            self.attempted_at = self.clock()
-            self.pending = step
+            self.attempts.begun(step)
         failpoint("snapshot.before_announce")
         self.link.send(SnapshotMsg(step=step, slot=slot, attempt=attempt))
         self.tracer.note("snapshot", slot=slot, attempt=attempt)
@@ -438,11 +337,11 @@ class StepLoop:
         """
         for pause_s in (*self.facts.limits.retry_pauses_s, None):
             answer = self.link.wait(
-                _take_answer(step),
+                take_answer(step),
                 deadline_s=self.facts.limits.committed_s,
                 what=f"the checkpoint of step {step} as committed",
             )
-            self.pending = None
+            self.attempts.answered()
             if not answer.failure:
                 return
             self.tracer.note("commit_failed", failure=answer.failure)
@@ -453,46 +352,6 @@ class StepLoop:
                 )
             self.pause(pause_s)
             self._announce(step, slot, self._agree(step, 0.0, 0, 1, insist=True).attempt)
-
-
-def restore_slot(stager: Stager, path: str) -> Restored:
-    """Restore from a slot file, read-only."""
-    import mmap
-    import os
-
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-    with mapped, memoryview(mapped) as buffer:
-        return stager.restore(buffer)
-
-
-def _require_start(restored: Restored, start: StartingPoint) -> None:
-    if (restored.generation, restored.step) != (start.generation, start.step):
-        raise StartupError(
-            f"the plan starts from {_name(start)}, but what was restored is "
-            f"step {restored.step} of generation {restored.generation}"
-        )
-
-
-DAMAGE_CHARS_MAX = 500
-"""Of what was wrong: it travels in statuses, and stands in the record of the next generation."""
-
-
-def _damaged(start: StartingPoint, key: str, detail: str) -> DamagedStep:
-    return DamagedStep(
-        generation=start.generation, step=start.step, key=key, detail=detail[:DAMAGE_CHARS_MAX]
-    )
-
-
-def _name(start: StartingPoint) -> str:
-    return f"step {start.step} of generation {start.generation}"
-
-
-def _take_answer(step: int) -> Callable[[AgentNews], CommittedMsg | None]:
-    return lambda news: news.answers.pop(step, None)
 
 
 def _take_pool(news: AgentNews) -> PoolReadyMsg | None:
