@@ -16,7 +16,9 @@ from surefoot import marks
 from surefoot.agent.config import HEARTBEAT_S, RANK_ENTRY, AgentConfig
 from surefoot.agent.daemon import Agent
 from surefoot.agent.errors import AgentUsageError, NodeError
-from surefoot.controller.spec import JobSpec, SpecError, load_spec
+from surefoot.controller.spec.problems import SpecError
+from surefoot.controller.spec.reading import load_spec
+from surefoot.controller.spec.tables import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, connect
 from surefoot.exitcodes import ExitCode
 

@@ -47,7 +47,7 @@ from surefoot.agent.storehost import StoreHosts, StorePlaces
 from surefoot.ckpt.store import ObjectStore, open_store
 from surefoot.controller import wire
 from surefoot.controller.keys import Keys
-from surefoot.controller.spec import JobSpec
+from surefoot.controller.spec.tables import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, KeyValue
 from surefoot.exitcodes import ExitCode
 

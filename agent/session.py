@@ -32,7 +32,8 @@ from surefoot.agent.seeding import BUILD_STEP, seed_all, seed_of
 from surefoot.agent.steps import Limits, LoopFacts, StepLoop
 from surefoot.agent.tracing import Tracer
 from surefoot.ckpt.tiers import Restored, Stager, restore_committed
-from surefoot.controller.spec import JobSpec, load_spec
+from surefoot.controller.spec.reading import load_spec
+from surefoot.controller.spec.tables import JobSpec
 from surefoot.controller.wire import DoneMsg, FailedMsg, HelloMsg, Phase, PhaseMsg, Plan
 from surefoot.failpoint import failpoint
 from surefoot.loader.client import Loader

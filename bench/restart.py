@@ -31,7 +31,7 @@ from typing import Any
 
 from surefoot.chaos.trace import Event, TraceTail
 from surefoot.controller.local import LocalRun
-from surefoot.controller.spec import parse_spec
+from surefoot.controller.spec.reading import parse_spec
 from surefoot.examples import text
 
 WORLD = 4

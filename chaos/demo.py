@@ -32,7 +32,8 @@ from surefoot.chaos.judge import RESTARTS, RunEvidence, Verdict, judge
 from surefoot.chaos.schedule import Fault, demo_schedule
 from surefoot.chaos.trace import read_all
 from surefoot.controller.local import LocalRun, RunFailedError, terminations_interrupt
-from surefoot.controller.spec import SpecError, parse_spec
+from surefoot.controller.spec.problems import SpecError
+from surefoot.controller.spec.reading import parse_spec
 from surefoot.controller.view.picture import render
 from surefoot.controller.view.types import JobView
 from surefoot.controller.view.words import news

@@ -17,7 +17,9 @@ from surefoot.ckpt.store import ObjectStoreError, open_store
 from surefoot.controller.core.settings import Settings
 from surefoot.controller.daemon import Controller, ControllerConfig
 from surefoot.controller.errors import ControllerUsageError, CoreBrokenError
-from surefoot.controller.spec import JobSpec, SpecError, load_spec
+from surefoot.controller.spec.problems import SpecError
+from surefoot.controller.spec.reading import load_spec
+from surefoot.controller.spec.tables import JobSpec
 from surefoot.controller.store import CoordError, connect
 from surefoot.exitcodes import ExitCode
 

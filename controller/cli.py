@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs: --help shoul
     from rich.console import Console
 
     from surefoot.controller.local import LocalRun
-    from surefoot.controller.spec import JobSpec
+    from surefoot.controller.spec.tables import JobSpec
     from surefoot.controller.view.types import JobFacts, JobView
 
 app = typer.Typer(
@@ -390,7 +390,8 @@ def _look(target: _Target) -> JobView:
 
 
 def _load(path: Path) -> JobSpec:
-    from surefoot.controller.spec import SpecError, load_spec
+    from surefoot.controller.spec.problems import SpecError
+    from surefoot.controller.spec.reading import load_spec
 
     try:
         return load_spec(path)

@@ -54,7 +54,7 @@ from surefoot.controller.core.closing import resumes
 from surefoot.controller.keys import Keys
 from surefoot.controller.lastwords import first_error, how_ended
 from surefoot.controller.reader import JobReader, facts_of, same_root
-from surefoot.controller.spec import JobSpec
+from surefoot.controller.spec.tables import JobSpec
 from surefoot.controller.store import CoordError, CoordStore, connect
 from surefoot.controller.view.types import JobView
 from surefoot.controller.view.values import outcome_of

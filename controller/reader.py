@@ -18,7 +18,7 @@ from surefoot.ckpt.store import ObjectStore, ObjectStoreError
 from surefoot.controller import wire
 from surefoot.controller.journal import read_incidents
 from surefoot.controller.keys import Keys
-from surefoot.controller.spec import JobSpec
+from surefoot.controller.spec.tables import JobSpec
 from surefoot.controller.store import CoordError, CoordStore
 from surefoot.controller.view.observing import observe
 from surefoot.controller.view.types import JobFacts, JobView

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from surefoot.controller.spec import JobSpec
+from surefoot.controller.spec.tables import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

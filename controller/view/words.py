@@ -185,12 +185,12 @@ def _running(plan: wire.Plan | None, nodes: Sequence[NodeView], led: bool) -> st
 
 def news(previous: JobView | None, current: JobView) -> list[str]:
     """Lines for a log: what happened between two snapshots of a job. Its outcome is left to whoever asked for the run."""
-    seen = {event.text for event in previous.events} if previous else set()
+    seen = {event.text for event in previous.events} if previous else set[str]()
     before = {i.id: i for i in previous.incidents} if previous else {}
     told_apart = ("incident", "outcome")
     lines = [line for i in current.incidents for line in _incident_news(before.get(i.id), i)]
     lines += [e.text for e in current.events if e.kind not in told_apart and e.text not in seen]
-    noted = {(n.uid, n.note) for n in previous.nodes} if previous else set()
+    noted = {(n.uid, n.note) for n in previous.nodes} if previous else set[tuple[str, str]]()
     lines += [f"{n.uid}: {n.note}" for n in current.nodes if n.note and (n.uid, n.note) not in noted]
     if current.phase in ("waiting", "held") and (previous is None or previous.now != current.now):
         lines.append(current.now)

@@ -171,7 +171,7 @@ class FakeAgent:
         commits: bool = True,
         replicates: Callable[[int, int], bool] = lambda rank, step: True,
     ) -> None:
-        from surefoot.controller.spec import load_spec
+        from surefoot.controller.spec.reading import load_spec
 
         self.folder = folder
         self.job = job

@@ -121,7 +121,7 @@ def train_in_images() -> int:
     """
     from surefoot.agent.slots import mapped
     from surefoot.ckpt.tiers import verify_image
-    from surefoot.controller.spec import load_spec
+    from surefoot.controller.spec.reading import load_spec
 
     link = Link()
     wire, plan, rank = link.wire, link.start.plan, link.rank

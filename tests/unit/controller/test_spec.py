@@ -5,7 +5,10 @@ import dataclasses
 
 import pytest
 
-from surefoot.controller import spec as s
+from surefoot.controller.spec import tables
+from surefoot.controller.spec.problems import Problem, SpecError
+from surefoot.controller.spec.reading import load_spec, parse_spec
+from surefoot.controller.spec.tables import CAUSES, TABLES, CheckpointTable, DetectTable, JobSpec, JobTable
 
 MINIMAL = """
 [job]
@@ -75,16 +78,16 @@ def without_key(key: str) -> str:
     return "\n".join(line for line in MINIMAL.splitlines() if not line.startswith(key))
 
 
-def problems(text: str) -> dict[str, s.Problem]:
-    with pytest.raises(s.SpecError) as caught:
-        s.parse_spec(text)
+def problems(text: str) -> dict[str, Problem]:
+    with pytest.raises(SpecError) as caught:
+        parse_spec(text)
     return {p.place: p for p in caught.value.problems}
 
 
 class TestAccepted:
     def test_the_designs_example_means_what_it_says(self):
-        spec = s.parse_spec(FULL)
-        assert spec.job == s.JobTable(name="gpt", seed=7, steps=60, root="s3://bucket/prefix")
+        spec = parse_spec(FULL)
+        assert spec.job == JobTable(name="gpt", seed=7, steps=60, root="s3://bucket/prefix")
         assert spec.program.params == {"width": 128, "shards": ["a", "b"], "optimizer": {"lr": 1e-3}}
         assert spec.world_size == 4
         assert spec.mesh_sizes == {"pp": 1, "dp": 4, "tp": 1}
@@ -93,19 +96,19 @@ class TestAccepted:
         assert spec.detect.observe == ("straggler",)
 
     def test_everything_optional_has_a_default(self):
-        spec = s.parse_spec(MINIMAL)
+        spec = parse_spec(MINIMAL)
         assert (spec.layout.nodes, spec.layout.nodes_min, spec.layout.standbys) == (1, 1, 0)
         assert spec.mesh_sizes == {"pp": 1, "dp": 1, "tp": 1}
-        assert spec.checkpoint == s.CheckpointTable()
-        assert spec.detect == s.DetectTable()
-        assert spec.policy.restarts == s.CAUSES
+        assert spec.checkpoint == CheckpointTable()
+        assert spec.detect == DetectTable()
+        assert spec.policy.restarts == CAUSES
 
     def test_a_budget_given_for_one_cause_leaves_the_others(self):
-        spec = s.parse_spec(with_key("policy", "restarts = { workload = 0 }"))
-        assert spec.policy.restarts == {**s.CAUSES, "workload": 0}
+        spec = parse_spec(with_key("policy", "restarts = { workload = 0 }"))
+        assert spec.policy.restarts == {**CAUSES, "workload": 0}
 
     def test_dp_takes_what_the_mesh_leaves(self):
-        spec = s.parse_spec(with_key("layout", "nodes = 4\nranks_per_node = 2\nmesh = { tp = 2, pp = 2 }"))
+        spec = parse_spec(with_key("layout", "nodes = 4\nranks_per_node = 2\nmesh = { tp = 2, pp = 2 }"))
         assert spec.mesh_sizes == {"pp": 2, "dp": 2, "tp": 2}
         assert spec.mesh_at(4) == {"pp": 2, "dp": 1, "tp": 2}
         with pytest.raises(ValueError, match="do not divide"):
@@ -116,17 +119,17 @@ class TestAccepted:
         [('"2GB"', 2 * 10**9), ('"512MiB"', 2**29), ('"1.5 kb"', 1500), ('"7B"', 7), ("4096", 4096)],
     )
     def test_sizes(self, written: str, size: int):
-        spec = s.parse_spec(with_key("checkpoint", f"memory_budget = {written}"))
+        spec = parse_spec(with_key("checkpoint", f"memory_budget = {written}"))
         assert spec.checkpoint.memory_budget == size
 
     @pytest.mark.parametrize("root", ["file:///a", "/a/b", "s3://bucket", "s3://bucket/a/b"])
     def test_roots(self, root: str):
-        assert s.parse_spec(MINIMAL.replace("file:///data/gpt", root)).job.root == root
+        assert parse_spec(MINIMAL.replace("file:///data/gpt", root)).job.root == root
 
     def test_load_reads_a_file(self, tmp_path):
         path = tmp_path / "job.toml"
         path.write_text(FULL)
-        assert s.load_spec(path) == s.parse_spec(FULL)
+        assert load_spec(path) == parse_spec(FULL)
 
 
 class TestHash:
@@ -134,10 +137,10 @@ class TestHash:
         loose = MINIMAL.replace(
             "[program]", "# a comment\n[layout]\nmesh = {tp = 1}\n[policy]\ngrace_s = 30.0\n[program]"
         )
-        assert s.parse_spec(loose).hash == s.parse_spec(MINIMAL).hash
+        assert parse_spec(loose).hash == parse_spec(MINIMAL).hash
 
     def test_every_value_makes_one(self):
-        spec = s.parse_spec(MINIMAL)
+        spec = parse_spec(MINIMAL)
         changed = [
             dataclasses.replace(spec, job=dataclasses.replace(spec.job, seed=1)),
             dataclasses.replace(spec, program=dataclasses.replace(spec.program, params={"a": 1})),
@@ -150,9 +153,7 @@ class TestHash:
 
     def test_it_is_the_same_in_every_process(self):
         # Frozen: a change of the canonical form would refuse every running job.
-        assert (
-            s.parse_spec(MINIMAL).hash == "bff379911a273583b3a3b564a5f443f711ef7d5b5af58caba08e3888fde23a89"
-        )
+        assert parse_spec(MINIMAL).hash == "bff379911a273583b3a3b564a5f443f711ef7d5b5af58caba08e3888fde23a89"
 
 
 class TestRefused:
@@ -277,10 +278,10 @@ LITERALS = (
 )
 
 
-@pytest.mark.parametrize("table", s.TABLES)
+@pytest.mark.parametrize("table", TABLES)
 def test_no_value_of_any_key_is_worse_than_a_spec_error(table: str):
-    (kind,) = (f.type for f in dataclasses.fields(s.JobSpec) if f.name == table)
-    keys = [f.name for f in dataclasses.fields(getattr(s, kind))]
+    (kind,) = (f.type for f in dataclasses.fields(JobSpec) if f.name == table)
+    keys = [f.name for f in dataclasses.fields(getattr(tables, kind))]
     lines = [line for line in FULL.splitlines() if line != "[program.params]"]
     for key in [*keys, "command", "every", "every_s", ""]:
         for literal in LITERALS:
@@ -290,8 +291,8 @@ def test_no_value_of_any_key_is_worse_than_a_spec_error(table: str):
                 + [f"{key or 'x'} = {literal}"]
                 + [line for line in lines[at:] if not line.startswith(f"{key} =")]
             )
-            with contextlib.suppress(s.SpecError):
-                assert len(s.parse_spec(text).hash) == 64
+            with contextlib.suppress(SpecError):
+                assert len(parse_spec(text).hash) == 64
 
 
 class TestMessages:
@@ -300,8 +301,8 @@ class TestMessages:
             MINIMAL.replace("steps = 60", 'steps = "many"')
             + "[layout]\nnodse = 2\n[detect]\nlease_ttl_s = 5\n"
         )
-        with pytest.raises(s.SpecError) as caught:
-            s.parse_spec(text, source="here.toml")
+        with pytest.raises(SpecError) as caught:
+            parse_spec(text, source="here.toml")
         lines = str(caught.value).splitlines()
         assert lines[0] == "here.toml: 3 problems"
         assert [line.split(": ")[:2] for line in lines[1:]] == [
@@ -315,10 +316,10 @@ class TestMessages:
         assert problems("[job]\nname = \n")["TOML"].line == 2
 
     def test_a_file_that_is_not_there(self, tmp_path):
-        with pytest.raises(s.SpecError, match=r"nowhere\.toml: 1 problem\n.*No such file"):
-            s.load_spec(tmp_path / "nowhere.toml")
+        with pytest.raises(SpecError, match=r"nowhere\.toml: 1 problem\n.*No such file"):
+            load_spec(tmp_path / "nowhere.toml")
 
     def test_a_file_that_is_not_text(self, tmp_path):
         (tmp_path / "job.toml").write_bytes(b"\xff\xfe")
-        with pytest.raises(s.SpecError, match="UTF-8"):
-            s.load_spec(tmp_path / "job.toml")
+        with pytest.raises(SpecError, match="UTF-8"):
+            load_spec(tmp_path / "job.toml")
