@@ -22,6 +22,7 @@ from surefoot.ckpt.format.image import (
     data_view,
     verify_image,
 )
+from surefoot.ckpt.format.plain import decode_plain, encode_plain
 from surefoot.ckpt.live.ranklayout import Exchange, RankLayout, agree_on_layout
 from surefoot.ckpt.manifest import LedgerRow, Piece, TensorMeta
 from surefoot.ckpt.planning.plan import ITEMSIZES, nbytes_of
@@ -88,13 +89,14 @@ class Stager:
     ) -> None:
         """Copy the state into the slot `buf` and seal it. What was in the slot is gone from the first byte on.
 
-        No reference to `buf` is kept. `cursor` and `extra` must be what JSON can say.
+        No reference to `buf` is kept. `cursor` and `extra`: see ckpt/format/plain.py.
 
         Raises:
-            StateError: the state cannot be stored.
+            StateError: the state, the cursor or the extra cannot be stored.
             CoverageError: the ranks' shards do not make up whole tensors.
             SlotTooSmallError: `nbytes` says more; the slot stays without a seal.
         """
+        plain = encode_plain("cursor", cursor), encode_plain("extra", extra)
         found = self._live.collect(self._state, self._rank)
         layout = self._layout_of(found.leaves, found.aliases)
         writer = ImageWriter(buf, layout.structure, layout.encoded)
@@ -106,9 +108,9 @@ class Stager:
             rank=self._rank,
             world_size=self._world_size,
             values=found.values,
-            cursor=cursor,
+            cursor=plain[0],
             ledger=ledger,
-            extra=extra,
+            extra=plain[1],
         )
         self._meta_nbytes = end - PAGE_NBYTES - layout.structure.data_nbytes
 
@@ -130,9 +132,9 @@ class Stager:
         return Restored(
             generation=info.generation,
             step=info.step,
-            cursor=info.meta.cursor or {},
+            cursor=decode_plain("cursor", info.meta.cursor) or {},
             ledger=info.meta.ledger,
-            extra=info.meta.extra,
+            extra=decode_plain("extra", info.meta.extra),
         )
 
     # ---- inside

@@ -12,6 +12,7 @@ import xxhash
 
 from surefoot.ckpt.errors import DamagedError, StepMissingError
 from surefoot.ckpt.format.piecetable import filled_from_table, require_table_key
+from surefoot.ckpt.format.plain import decode_plain
 from surefoot.ckpt.format.sound import require_listed, require_sound
 from surefoot.ckpt.live.staging import Exchange, Restored
 from surefoot.ckpt.loading.reading import read_blocks as read_blocks
@@ -204,7 +205,7 @@ def restored_of(manifest: Manifest, rank: int, world_size: int) -> Restored:
     return Restored(
         generation=manifest.generation,
         step=manifest.step,
-        cursor=manifest.cursor or {},
+        cursor=decode_plain("cursor", manifest.cursor) or {},
         ledger=(),
-        extra=manifest.extras.get(str(whose)),
+        extra=decode_plain("extra", manifest.extras.get(str(whose))),
     )

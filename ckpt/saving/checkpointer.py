@@ -28,6 +28,7 @@ from surefoot.ckpt.errors import (
     CommitError,
     FencedError,
 )
+from surefoot.ckpt.format.plain import encode_plain
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
@@ -40,7 +41,7 @@ from surefoot.ckpt.saving.flight import Flight, Terms, words_of_attempt
 from surefoot.ckpt.saving.generation import OwnGeneration
 from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
 from surefoot.ckpt.saving.jobs import UploadMsg
-from surefoot.ckpt.saving.options import require_plain, require_sensible, whole_step
+from surefoot.ckpt.saving.options import require_mapping, require_sensible, whole_step
 from surefoot.ckpt.saving.upload import Attempt
 from surefoot.ckpt.saving.writer import KILL_AFTER_S
 from surefoot.ckpt.store import ObjectStore, Root, open_store
@@ -146,12 +147,13 @@ class Checkpointer:
         """Get ready to save `state`: agree on its layout, start the uploader, and touch memory, with room for what optimizers will
         add. The first save is then as quick as the others. Collective; `load` does it, and `save` where nobody did.
 
-        A state that cannot be saved is no error here, and who has saved already is ready.
+        A state that cannot be saved is no error here, but for one that is no mapping; and who has saved already is ready.
         """
+        require_mapping(state)
         equipment = self._equipped()
         if equipment.live.known:
             return
-        word, _ = self._look(0, state)
+        word, _ = self._look(0, state, {})
         verdict = self._decide(word)
         if not verdict.failure:
             try:
@@ -178,13 +180,15 @@ class Checkpointer:
         Args:
             cursor: the loader's position, the same on all ranks.
             force: save whether `step` is due or not, as after the last step of a run; where it was saved just before, that is it.
-            extra: what this rank wants back beside the state. Both must be what JSON can say.
+            extra: what this rank wants back beside the state. Both are mappings of names to numbers (nan and the infinities as well),
+                text, lists, tuples and mappings, and come back equal; all else belongs into the state.
             blocking: write straight from live memory, without a copy, and return when the step is committed.
 
         Raises what went wrong with the earlier save; of this one: StateError, CoverageError, StaleStartError (the root has moved
         on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
         """
         self._require_mine()
+        require_mapping(state)
         step = whole_step(step)
         begun = time.monotonic()
         if force and self._latest is not None and self._latest.step == step:
@@ -255,6 +259,7 @@ class Checkpointer:
         self, state: Mapping[str, Any], step: int | None, *, strict: bool, wait_s: float = 0.0
     ) -> Loaded | None:
         """`load` without a resume marker, and without getting ready."""
+        require_mapping(state)
         channel = self._opened()
         self._settle()
         if channel.rank == 0:
@@ -383,7 +388,8 @@ class Checkpointer:
     ) -> None:
         """Agree, and have a flight see it through; then stage the state, or write it."""
         equipment, channel = self._equipped(), self._opened()
-        attempt = self._agree(handle.step, state, cursor=cursor, extra=extra)
+        plain = {"cursor": cursor, "extra": extra}
+        attempt = self._agree(handle.step, state, plain)
         opened = self._own.open(handle.step, channel)
         staged = not blocking and equipment.get_ready()
         terms = self._terms(Attempt(generation=opened.generation, step=handle.step, attempt=attempt))
@@ -403,8 +409,8 @@ class Checkpointer:
                 world_size=channel.world_size,
                 deadline_s=self._deadline_s,
                 values=equipment.live.values,
-                cursor=cursor or {},
-                extra=extra,
+                cursor=plain["cursor"] or {},
+                extra=plain["extra"],
                 replicas=equipment.live.hashes() if staged else {},
                 failpoints=failpoints.armed_text(),
             )
@@ -442,11 +448,13 @@ class Checkpointer:
         self._settle_resume()
 
     def _look(
-        self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None
+        self, step: int, state: Mapping[str, Any], plain: dict[str, dict[str, Any] | None]
     ) -> tuple[Word, Exception | None]:
+        """Can this rank save that? What is given in `plain` becomes what is stored of it."""
         try:
-            require_plain(**plain)
-            return Word(step=step, fresh=self._equipped().live.look(state)), None
+            plain |= {name: encode_plain(name, given) for name, given in plain.items()}
+            fresh = self._equipped().live.look(state)
+            return Word(step=step, fresh=fresh), None
         except Exception as e:  # the others must hear of it before this rank raises
             return Word(step=step, failure=f"{type(e).__name__}: {e}"), e
 
@@ -458,9 +466,9 @@ class Checkpointer:
 
         return decode_verdict(self._opened().decide(msgspec.json.encode(word), answer))
 
-    def _agree(self, step: int, state: Mapping[str, Any], **plain: dict[str, Any] | None) -> str:
+    def _agree(self, step: int, state: Mapping[str, Any], plain: dict[str, dict[str, Any] | None]) -> str:
         """One round per save: all save the same step, all can; where a layout is new, all tell theirs. Returns the attempt."""
-        word, error = self._look(step, state, **plain)
+        word, error = self._look(step, state, plain)
         verdict = self._decide(word)
         if error is not None:
             raise error

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
-
-import msgspec
 
 from surefoot.ckpt.errors import CkptUserError, StateError
 
@@ -21,13 +20,10 @@ def whole_step(step: Any) -> int:
     return found
 
 
-def require_plain(**given: dict[str, Any] | None) -> None:
-    """Raises StateError naming what JSON has no form for."""
-    for name, value in given.items():
-        try:
-            msgspec.json.encode(value)
-        except (TypeError, ValueError, RecursionError) as e:
-            raise StateError(f"{name} has to consist of numbers, text, lists and mappings: {e}") from e
+def require_mapping(state: Any) -> None:
+    """Raises StateError for a module, an optimizer or a list on its own: it has no name to be stored under."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"state is a {type(state).__name__}: give a mapping, such as {{'model': module}}")
 
 
 def require_sensible(keep: Any, keep_every: Any, memory_budget: Any, deadline_s: Any, busy: Any) -> None:

@@ -125,6 +125,8 @@ _FLAG_WORDS = {"verified": "verified", "kept": "kept", "aside": "set aside: dama
 def print_shown(shown: Shown) -> None:
     from rich.table import Table
 
+    from surefoot.ckpt.format.plain import decode_plain
+
     state = "counts" if shown.counts else "is off the lineage"
     say(
         f"step {shown.step} of generation {shown.generation} {state}; attempt {shown.attempt}, {counted(shown.world_size, 'rank')}"
@@ -140,7 +142,7 @@ def print_shown(shown: Shown) -> None:
     names = list(shown.values)
     more = f" and {len(names) - SHOWN_MAX} more (--json lists all)" if len(names) > SHOWN_MAX else ""
     say(f"values: {', '.join(names[:SHOWN_MAX]) or 'none'}{more}")
-    say(f"cursor: {shown.cursor or 'none'}")
+    say(f"cursor: {decode_plain('cursor', shown.cursor) or 'none'}")
 
 
 def _facts(facts: dict[str, Any]) -> str:

@@ -429,9 +429,39 @@ def test_what_is_no_step_and_no_plain_cursor(tmp_path: Path) -> None:
         for step in ("5", -1, 1.5):
             with pytest.raises(CkptUserError, match="is no step"):
                 c.save(step, {"w": torch.ones(3)})  # pyright: ignore[reportArgumentType]
-        with pytest.raises(StateError, match="cursor has to consist of"):
+        with pytest.raises(StateError, match=r"cursor\['at'\] is a Tensor, .*put it into the state"):
             c.save(1, {"w": torch.ones(3)}, cursor={"at": torch.ones(3)})
         c.save(1, {"w": torch.ones(3)}, cursor={"at": [1, 2]})
+
+
+def test_cursor_and_extra_come_back_equal(tmp_path: Path) -> None:
+    """`inf` is what a best loss starts with."""
+    cursor = {"at": (3, [1, 2.5]), "seed": 2**80}
+    extra = {"best": float("inf"), "worst": float("-inf"), "last": float("nan")}
+    ckpt.save(tmp_path, 1, {"w": torch.ones(3)}, cursor=cursor, extra=extra)
+    loaded = ckpt.load(tmp_path, {"w": torch.ones(3)})
+    assert loaded is not None
+    assert loaded.cursor == cursor
+    assert repr(loaded.extra) == repr(dict(sorted(extra.items())))
+
+
+@pytest.mark.parametrize("state", [nn.Linear(2, 2), [torch.ones(2)]], ids=["Linear", "list"])
+def test_a_state_that_is_no_mapping_is_told_what_to_be(
+    tmp_path: Path, state: Any, request: pytest.FixtureRequest
+) -> None:
+    with ckpt.Checkpointer(tmp_path) as c:
+        calls = [
+            lambda: ckpt.save(tmp_path, 1, state),
+            lambda: ckpt.load(tmp_path, state),
+            lambda: c.save(1, state),
+            lambda: c.load(state),
+            lambda: c.prepare(state),
+        ]
+        for call in calls:
+            with pytest.raises(
+                StateError, match=rf"state is a {request.node.callspec.id}: give a mapping, such as"
+            ):
+                call()
 
 
 def test_all_that_is_raised_can_be_imported() -> None:
