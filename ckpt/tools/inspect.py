@@ -113,7 +113,8 @@ def _row(store: ObjectStore, ref: ManifestRef, records: Mapping[int, Record], no
 
 
 def steps(root: Root) -> list[int]:
-    """The steps that can be loaded, ascending. Raises as `list_checkpoints`."""
+    """The steps that count, ascending; also those that were set aside as damaged, which only a load that names them tries. Raises as
+    `list_checkpoints`."""
     store = open_store(root)
     return sorted({m.step for m in lineage(read_records(store), list_manifests(store))})
 
@@ -152,25 +153,29 @@ def find_ref(store: ObjectStore, step: int | None, generation: int | None = None
     if not records and not refs:
         require_begun(store)
     if not found:
-        raise StepMissingError(_nothing_there(store, records, refs, step, generation))
+        among = (
+            lineage(records, refs) if generation is None else [m for m in refs if m.generation == generation]
+        )
+        raise StepMissingError(_nothing_there(store, among, refs, step, generation))
     ref = found[-1]
     return ref, on_lineage(records, max(records, default=0), ref.generation, ref.step)
 
 
 def _nothing_there(
     store: ObjectStore,
-    records: Mapping[int, Record],
+    among: list[ManifestRef],
     refs: list[ManifestRef],
     step: int | None,
     generation: int | None,
 ) -> str:
+    """`among`: where it was looked for; `refs`: all there are."""
     what = "no checkpoint" if step is None else f"no step {step}"
     where = "on the lineage" if generation is None else f"of generation {generation}"
     off = [m for m in refs if m.step == step]
     if generation is None and off:
         hint = f"generation {off[-1].generation} has it off the lineage (--generation {off[-1].generation})"
     else:
-        held = ", ".join(str(m.step) for m in refs[-8:]) or "none"
+        held = ", ".join(str(m.step) for m in among[-8:]) or "none"
         hint = f"the newest there are: {held} (`surefoot ckpt ls`)"
     return f"{store.root} has {what} {where}; {hint}"
 
