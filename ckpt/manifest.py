@@ -26,7 +26,8 @@ BLOCK_NBYTES = 4 * 2**20
 stay below 2 MB."""
 PAGE_NBYTES = 4096
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+COUNT_MAX = 2**62
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 """No stored number is negative, or so large that sums of two leave 64 bits: refused when decoded."""
 
 

@@ -409,18 +409,26 @@ def _fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _walk(folder: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
+def _walk(
+    folder: str, prefix: str, above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[str, str, os.stat_result]]:
     """Every file below, temporaries included: the key's folder with its slash, name, status. What vanishes while we look was
-    being deleted, and is passed over."""
+    being deleted, and is passed over; so are links that lead nowhere or back to one of the folders `above`."""
     try:
         entries = list(os.scandir(folder))
+        here = os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
+        return
+    if (itself := (here.st_dev, here.st_ino)) in above:
         return
     for entry in entries:
         try:
             if entry.is_dir():
-                yield from _walk(entry.path, f"{prefix}{entry.name}/")
+                yield from _walk(entry.path, f"{prefix}{entry.name}/", above | {itself})
             elif entry.is_file():
                 yield prefix, entry.name, entry.stat()
         except FileNotFoundError:
             continue
+        except OSError as e:
+            if e.errno != errno.ELOOP:
+                raise

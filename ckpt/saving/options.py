@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from surefoot.ckpt.errors import CkptUserError, StateError
+from surefoot.ckpt.manifest import COUNT_MAX
 
 
 def whole_step(step: Any) -> int:
@@ -15,8 +16,8 @@ def whole_step(step: Any) -> int:
         found = operator.index(step)
     except TypeError:
         found = -1
-    if found < 0:
-        raise CkptUserError(f"{step!r} is no step: steps are whole numbers from 0")
+    if not 0 <= found <= COUNT_MAX:
+        raise CkptUserError(f"{step!r} is no step: steps are whole numbers from 0 to {COUNT_MAX}")
     return found
 
 

@@ -426,12 +426,15 @@ def test_options_are_looked_at_at_once(options: dict[str, Any], said: str, tmp_p
 
 def test_what_is_no_step_and_no_plain_cursor(tmp_path: Path) -> None:
     with ckpt.Checkpointer(tmp_path) as c:
-        for step in ("5", -1, 1.5):
+        for step in ("5", -1, 1.5, 10**25):
             with pytest.raises(CkptUserError, match="is no step"):
                 c.save(step, {"w": torch.ones(3)})  # pyright: ignore[reportArgumentType]
         with pytest.raises(StateError, match=r"cursor\['at'\] is a Tensor, .*put it into the state"):
             c.save(1, {"w": torch.ones(3)}, cursor={"at": torch.ones(3)})
+        assert ckpt.steps(tmp_path) == [], "refused before anything is stored"
         c.save(1, {"w": torch.ones(3)}, cursor={"at": [1, 2]})
+        c.save(2**62, {"w": torch.ones(3)}).wait()
+    assert ckpt.steps(tmp_path) == [1, 2**62]
 
 
 def test_cursor_and_extra_come_back_equal(tmp_path: Path) -> None:

@@ -160,6 +160,23 @@ def still_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
 
+def test_links_are_followed_but_for_those_that_lead_nowhere_or_in_a_circle(
+    store: FileObjectStore, tmp_path: Path
+) -> None:
+    store.create("gen-0001/k", b"data")
+    elsewhere = tmp_path / "another-disk"
+    elsewhere.mkdir()
+    (elsewhere / "moved").write_bytes(b"moved")
+    here = tmp_path / "root" / "gen-0001"
+    for name, target in (
+        *(("itself", "itself"), ("gone", "nowhere"), ("up", "..")),
+        *(("one", "two"), ("two", "one"), ("disk", elsewhere)),
+    ):
+        (here / name).symlink_to(target)
+    assert [o.key for o in store.list("")] == ["gen-0001/disk/moved", "gen-0001/k"]
+    assert store.unfinished("") == []
+
+
 def test_a_missing_root_is_empty(store: FileObjectStore) -> None:
     assert store.list("") == []
     store.delete("k")
