@@ -17,6 +17,7 @@
     │   ├── CoverageError            elements missing or written twice: refused before the commit
     │   ├── CommitError              the step was not committed, and why
     │   │   └── ReplicasDifferError      ranks hold other content where they should hold the same
+    │   ├── ElsewhereError           another rank failed; the message names it
     │   └── FencedError              a newer generation exists: whether the step counts is the lineage's to say
     └── AssertionError           our bug (plain asserts)
 """
@@ -89,6 +90,10 @@ class SlotTooSmallError(CkptWorldError):
             f"the snapshot needs a slot of {needed} bytes and this one has {actual}: ask for larger slots (Stager.nbytes())"
         )
         self.needed = needed
+
+
+class ElsewhereError(CkptWorldError):
+    """Another rank of the load failed; the message names it."""
 
 
 class CoverageError(CkptWorldError):

@@ -175,6 +175,12 @@ class Manifest(_Stored, frozen=True, kw_only=True, omit_defaults=False):
     facts: dict[str, Any] = {}
     """What the committer wants known: who, when, how long. Never needed for a load."""
 
+    def __repr__(self) -> str:
+        return (
+            f"Manifest(step={self.step}, generation={self.generation}, attempt={self.attempt!r}, world_size={self.world_size}, "
+            f"{len(self.tensors)} tensors, {len(self.values)} values, {self.nbytes} bytes in {len(self.objects)} objects)"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all data sections."""
@@ -265,21 +271,19 @@ def decode(kind: type[_T], data: bytes, *, key: str) -> _T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as e:
-        raise DamagedError(
-            f"{key} is no {kind.__name__}: {e}; run `ckpt verify`, or load an older step", key=key
-        ) from e
+        raise DamagedError(f"{key} is no {kind.__name__}: {e}; load an older step", key=key) from e
 
 
 def _require_seal(data: bytes, key: str) -> None:
     found = _SEAL.search(data, max(0, len(data) - _SEAL_NBYTES))
     if found is None:
         raise DamagedError(
-            f"{key} ({len(data)} bytes) does not end with its checksum: run `ckpt verify`, or load an older step",
+            f"{key} ({len(data)} bytes) does not end with its checksum; load an older step",
             key=key,
         )
     if xxhash.xxh3_64_hexdigest(data[: found.start()]).encode() != found[1]:
         raise DamagedError(
-            f"{key} ({len(data)} bytes) does not match its checksum: run `ckpt verify`, or load an older step",
+            f"{key} ({len(data)} bytes) does not match its checksum; load an older step",
             key=key,
         )
 
@@ -290,7 +294,7 @@ def check_format(data: bytes, *, key: str) -> None:
         header = msgspec.json.decode(data, type=_Header)
     except (msgspec.DecodeError, RecursionError) as e:
         raise DamagedError(
-            f"{key} ({len(data)} bytes) is damaged or none of ours: {e}; run `ckpt verify`, or load an older step",
+            f"{key} ({len(data)} bytes) is damaged or none of ours: {e}; load an older step",
             key=key,
         ) from e
     if header.format > FORMAT:

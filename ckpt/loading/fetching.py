@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMissingError
+from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, ElsewhereError, StepMissingError
 from surefoot.ckpt.live.filling import Fit, load_into
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.live.source import Want
@@ -24,10 +24,6 @@ from surefoot.ckpt.loading.sharing import Party
 from surefoot.ckpt.manifest import Manifest, TensorMeta, manifest_key
 from surefoot.ckpt.planning.readplan import FAR, NEARBY, ReadPlan, Wants, plan_reads, require_readable
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
-
-
-class ElsewhereError(CkptWorldError):
-    """Another rank of the load failed; the message names it."""
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

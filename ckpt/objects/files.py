@@ -173,12 +173,15 @@ class FileObjectStore:
             raise self._error(e, what, key) from e
 
     def _error(self, e: OSError, what: str, key: str) -> ObjectStoreError:
-        return _typed(e, f"{self.root}: cannot {what} {key}: {e.strerror or e}", creates=what == "create")
+        return _typed(e, what, f"{self.root}: cannot {what} {key}: {e.strerror or e}")
 
 
-def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
+def _typed(e: OSError, what: str, said: str) -> ObjectStoreError:
+    """`what` could not be done: create, read, list, delete."""
+            rights = "read" if what in ("read", "list") else "read and write"
+            there = f" to {os.fsdecode(e.filename)}" if isinstance(e.filename, str | bytes) else ""
     match e.errno:
-        case errno.ENOENT if creates:
+        case errno.ENOENT if what == "create":
             return ObjectStoreDeniedError(f"{said}; no folder can be made there: choose another root")
         case errno.EEXIST:
             return ObjectExistsError(said)
@@ -190,7 +193,7 @@ def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
             )
         case errno.EACCES:
             return ObjectStoreDeniedError(
-                f"{said}; give this user read and write permission, or choose another root"
+                f"{said}; give this user {rights} permission{there}, or choose another root"
             )
         case errno.EPERM | errno.EOPNOTSUPP | errno.EMLINK | errno.EXDEV:
             return ObjectStoreDeniedError(f"{said}; the file system has no hard links: choose another root")
@@ -203,7 +206,9 @@ def _typed(e: OSError, said: str, *, creates: bool) -> ObjectStoreError:
                 f"{said}; the file system or `ulimit -f` allows no file of this size: choose another root, or raise the limit"
             )
         case errno.ENOSPC | errno.EDQUOT:
-            return ObjectStoreUnavailableError(f"{said}; free some space (retention: keep=)")
+            return ObjectStoreUnavailableError(
+                f"{said}; free some space (what keep=N lets go is deleted after a commit, so it needs room for N + 1 checkpoints)"
+            )
         case _:
             return ObjectStoreUnavailableError(said)
 

@@ -39,6 +39,15 @@ class SaveHandle:
         self.told = False
         """Somebody has heard how it ended."""
 
+    def __repr__(self) -> str:
+        if not self.done():
+            state = "under way" if self.staged() else "being copied"
+        elif self._error is not None:
+            state = f"failed: {type(self._error).__name__}"
+        else:
+            state = "committed" if self._read is not None else "not due"
+        return f"SaveHandle(step={self.step}, {state})"
+
     def done(self) -> bool:
         """True once `wait` will not block."""
         return self._done.is_set()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from surefoot.ckpt.errors import CkptUserError, StateError
+from surefoot.ckpt.keeping.retention import NEWEST_MIN
 from surefoot.ckpt.manifest import COUNT_MAX
 
 
@@ -29,10 +30,17 @@ def require_mapping(state: Any) -> None:
 
 def require_sensible(keep: Any, keep_every: Any, memory_budget: Any, deadline_s: Any, busy: Any) -> None:
     """Raises ValueError for options that would fail later, or be passed over in silence."""
-    for name, count in (("keep", keep), ("keep_every", keep_every), ("memory_budget", memory_budget)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+    for name, count, least in (
+        ("keep", keep, NEWEST_MIN),
+        ("keep_every", keep_every, 1),
+        ("memory_budget", memory_budget, 1),
+    ):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < least):
             unit = " of bytes" if name == "memory_budget" else ""
-            raise ValueError(f"{name} = {count!r}: a whole number{unit}, at least 1, or leave it out")
+            why = ", since the newest may turn out damaged" if name == "keep" else ""
+            raise ValueError(
+                f"{name} = {count!r}: a whole number{unit}, at least {least}{why}, or leave it out"
+            )
     if keep_every is not None and keep is None:
         raise ValueError("keep_every says what stays beside the newest `keep`: give keep as well")
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:

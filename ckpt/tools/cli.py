@@ -284,7 +284,7 @@ def _open_foreign(source: str, prefix: str) -> Foreign:
 
         complain(
             NAME,
-            f"{source} is a DCP folder, whose metadata is a pickle: read with an unpickler that admits DCP's own classes only",
+            f"note: {source} is a DCP folder, whose metadata is a pickle: it is read with an unpickler that admits DCP's own classes only",
         )
         return open_dcp(source)
     return importing.open_safetensors(source, prefix=prefix)

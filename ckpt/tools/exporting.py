@@ -72,6 +72,13 @@ class ExportPlan(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     """Tensors of the checkpoint that do not begin with the prefix (an optimizer's, for instance)."""
 
+    def __repr__(self) -> str:
+        tensors = sum(len(f.tensors) for f in self.files)
+        return (
+            f"ExportPlan(step={self.step}, generation={self.generation}, {tensors} tensors, {self.nbytes} bytes in {len(self.files)} files, "
+            f"{self.left_out} left out)"
+        )
+
     @property
     def nbytes(self) -> int:
         return sum(f.nbytes for f in self.files)

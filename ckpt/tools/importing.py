@@ -40,7 +40,7 @@ from surefoot.ckpt.manifest import (
 from surefoot.ckpt.objects.stream import create_or_recognise
 from surefoot.ckpt.planning.plan import nbytes_of, place
 from surefoot.ckpt.progress import Progress, stepwise
-from surefoot.ckpt.record import StartRef, lineage, list_manifests, read_records
+from surefoot.ckpt.record import RECORDS, StartRef, lineage, list_manifests, read_records
 from surefoot.ckpt.saving.commit import Committed, Fenced, GivenUp, Lost, commit
 from surefoot.ckpt.saving.generation import open_generation
 from surefoot.ckpt.saving.upload import safetensors_header
@@ -255,6 +255,7 @@ def open_safetensors(source: str | os.PathLike[str], *, prefix: str = "model.") 
 
 def _files_of(folder: Path) -> list[Path]:
     if folder.is_file():
+        _require_no_pickle(folder)
         return [folder]
     if not folder.is_dir():
         raise CkptUserError(f"{folder}: there is no such file or folder")
@@ -262,13 +263,33 @@ def _files_of(folder: Path) -> list[Path]:
         return [folder / name for name in _indexed(index)]
     if files := sorted(folder.glob("*.safetensors")):
         return files
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickled:
+    if (folder / RECORDS).is_dir():
         raise CkptUserError(
-            f"{folder} holds {pickled[0]}, a pickle: it is not opened, since loading it can run anything; have it converted to "
-            f"safetensors by somebody who trusts it"
+            f"{folder} is a root of Surefoot's own checkpoints: it is loaded from as it is (ckpt.load), or copied as a folder; there is "
+            f"nothing to import"
         )
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")):
+        _require_no_pickle(path)
     raise CkptUserError(f"{folder} holds no *.safetensors")
+
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+"""How files of torch.save begin, and pickles of protocol 2 and above. A safetensors file may begin like these: with the length of its
+header, a number of 8 bytes, of which the upper are 0; but then comes a brace."""
+
+
+def _require_no_pickle(path: Path) -> None:
+    """Raises CkptUserError for what torch.save or pickle wrote, by its first bytes: nothing of it is opened."""
+    with open(path, "rb") as f:
+        head = f.read(9)
+    ours = head[4:] == b"\0\0\0\0{"
+    pickled = head[:1] == _PICKLE and head[1:2] in (b"\2", b"\3", b"\4", b"\5") and not ours
+    if head[:4] == _ZIP or pickled:
+        what = "a zip with a pickle in it, as torch.save writes" if head[:4] == _ZIP else "a pickle"
+        raise CkptUserError(
+            f"{path} is {what}: it is not opened, since loading it can run anything; have it converted to safetensors by somebody who "
+            f"trusts it"
+        )
 
 
 def _indexed(index: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from surefoot.ckpt.errors import (
 )
 from surefoot.ckpt.record import Record, StartRef, create_record, read_records
 from surefoot.ckpt.saving.generation import StaleStartError
+from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.store import open_store
 
 
@@ -412,7 +414,8 @@ def test_the_last_step_is_saved_though_it_is_not_due(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keep": "3"}, "keep = '3'"),
+        ({"keep": "3"}, "keep = '3': a whole number, at least 2"),
+        ({"keep": 1}, "keep = 1: a whole number, at least 2, since the newest may"),
         ({"memory_budget": "1GB"}, "memory_budget = '1GB'"),
         ({"keep_every": 5}, "give keep as well"),
         ({"deadline_s": -1}, "deadline_s = -1"),
@@ -471,5 +474,62 @@ def test_all_that_is_raised_can_be_imported() -> None:
     from surefoot.ckpt import errors
 
     named = {n for n in vars(errors) if n.endswith("Error")} - {"ImageError", "SlotTooSmallError"}
-    assert {*named, "StaleStartError", "ObjectStoreError"} <= set(ckpt.__all__)
+    assert {*named, "StaleStartError", "ObjectStoreError", "ElsewhereError"} <= set(ckpt.__all__)
     assert all(issubclass(getattr(ckpt, n), Exception) for n in named)
+
+
+def test_what_is_handed_out_says_in_a_line_what_it_is(tmp_path: Path) -> None:
+    """A notebook shows it."""
+    state = {"model": nn.Linear(2, 2), "many": [torch.ones(1) for _ in range(200)]}
+    with ckpt.Checkpointer(tmp_path, every=2) as c:
+        assert repr(c.save(1, state)) == "SaveHandle(step=1, not due)"
+        handle = c.save(2, state)
+        manifest = handle.wait()
+        assert repr(handle) == "SaveHandle(step=2, committed)"
+    assert re.fullmatch(
+        r"Manifest\(step=2, generation=1, attempt='\w+', world_size=1, 202 tensors, .*\)", repr(manifest)
+    )
+    assert len(repr(manifest)) < 200
+    plan = ckpt.export(tmp_path, 2, tmp_path / "out")
+    assert repr(plan) == "ExportPlan(step=2, generation=1, 2 tensors, 24 bytes in 1 files, 200 left out)"
+
+
+def test_a_handle_says_that_its_save_failed() -> None:
+    handle = SaveHandle(3)
+    assert repr(handle) == "SaveHandle(step=3, being copied)"
+    handle.copied()
+    assert repr(handle) == "SaveHandle(step=3, under way)"
+    handle.finish(None, CommitError("no"))
+    assert repr(handle) == "SaveHandle(step=3, failed: CommitError)"
+
+
+def test_calls_come_one_after_the_other(tmp_path: Path) -> None:
+    """From another thread, and from below (a signal handler): neither may save what the first has looked at, under its own step."""
+    said: list[str] = []
+
+    class Meddling:
+        """In the middle of a save, when its state is asked for, it saves as well."""
+
+        def state_dict(self) -> dict[str, Any]:
+            again()
+            thread = threading.Thread(target=again)
+            thread.start()
+            thread.join()
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    with ckpt.Checkpointer(tmp_path) as c:
+
+        def again() -> None:
+            try:
+                c.save(2, {"w": torch.ones(3)})
+            except ckpt.CkptUserError as e:
+                said.append(str(e))
+
+        c.save(1, {"w": torch.zeros(3), "m": Meddling()}).wait()
+        c.save(3, {"w": torch.ones(3)}).wait()
+    assert ckpt.steps(tmp_path) == [1, 3]
+    assert torch.equal(ckpt.read(tmp_path, 1, "w"), torch.zeros(3))
+    assert len(said) >= 2
+    assert all("another call of this Checkpointer is under way" in s for s in said)

@@ -328,6 +328,49 @@ def test_gc_says_what_it_would_do(run: Any, root: str) -> None:
     assert "nothing to delete" in run("gc", root)[1]
 
 
+def test_steps_off_the_lineage_are_not_said_to_be_on_it(run: Any, root: str) -> None:
+    """The fixture's step 40 is off the lineage."""
+    _, _, err = run("diff", root, "1", "20")
+    assert "has no step 1 on the lineage; the newest there are: 20 (" in err
+    _, _, err = run("show", root, "1", "--generation", "1")
+    assert "has no step 1 of generation 1; the newest there are: 20, 40 (" in err
+
+
+def test_verify_of_a_broken_manifest_does_not_send_one_to_verify(run: Any, root: str) -> None:
+    path = Path(root.removeprefix("file://")) / "gen-0001/step-0000000020/manifest.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    code, out, _ = run("verify", root, "20")
+    assert code == ExitCode.UNEXPECTED
+    assert "manifest.json" in out
+    assert "run `ckpt verify`" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("pytorch_model.bin", b"PK\x03\x04rest", "a zip with a pickle in it"),
+        ("pytorch_model.bin", b"\x80\x02}q\x00X\x03", "a pickle"),
+        ("model.safetensors", b"\x80\x04\x95\x10\x00\x00\x00\x00", "a pickle"),
+    ],
+)
+def test_a_pickle_is_known_by_its_first_bytes_and_not_opened(
+    run: Any, tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / name
+    path.write_bytes(data)
+    code, _, err = run("import", str(path), str(tmp_path / "to"))
+    assert code == ExitCode.USAGE
+    assert f"{path} is {said}" in err
+    assert "it is not opened" in err
+
+
+def test_a_root_of_ours_is_not_imported(run: Any, root: str, tmp_path: Path) -> None:
+    code, _, err = run("import", root.removeprefix("file://"), str(tmp_path / "to"))
+    assert code == ExitCode.USAGE
+    assert "is a root of Surefoot's own checkpoints" in err
+
+
 def test_no_permission_is_said(run: Any, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, prefix: str) -> list[object]:
         raise ObjectStoreDeniedError(f"cannot list {prefix}: give this user read permission")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import resource
 import tempfile
 from pathlib import Path
@@ -209,3 +211,19 @@ def test_a_view_of_what_the_disk_cannot_bring_is_an_error_and_no_signal(tmp_path
     with pytest.raises(ObjectStoreError, match="cannot read k: Input/output error"):
         store.view("k", 0, 5 * 4096)
     assert store.view("k", 0, 4096) == bytes(4096)
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "said"),
+    [
+        ("list", errno.EACCES, "give this user read permission to /data/gen-0001, or"),
+        ("read", errno.EACCES, "give this user read permission to /data/gen-0001, or"),
+        ("create", errno.EACCES, "give this user read and write permission to /data/gen-0001, or"),
+        ("create", errno.ENOSPC, "it needs room for N + 1 checkpoints"),
+    ],
+)
+def test_what_stands_in_the_way_is_said_with_what_to_do(
+    store: FileObjectStore, what: str, number: int, said: str
+) -> None:
+    with pytest.raises(ObjectStoreError, match=re.escape(said)), store.mapped(what, "gen-"):
+        raise OSError(number, os.strerror(number), "/data/gen-0001")
