@@ -95,11 +95,6 @@ class ObjectStore(Protocol):
     """Small reads cost little: a file system, not a service."""
 
     @property
-    def shows(self) -> bool:
-        """`view` works: bytes can be looked at where they lie, by all processes of this machine."""
-        ...
-
-    @property
     def root(self) -> str:
         """The URL everything is relative to, without a trailing slash."""
         ...
@@ -123,14 +118,8 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def view(self, key: str, start: int, nbytes: int) -> memoryview:
-        """Bytes start .. start + nbytes - 1 where they lie, only to be looked at; fewer where the object ends. For a store that
-        `shows`. Raises: as `read`.
-        """
-        ...
-
     def release(self) -> None:
-        """Let go of what `read_into` and `view` keep open from one call to the next; called when a reading is over. An object that is deleted
+        """Let go of what `read_into` keeps open from one call to the next; called when a reading is over. An object that is deleted
         meanwhile takes its room for as long."""
         ...
 
@@ -210,7 +199,6 @@ class MemoryObjectStore:
     """A model of an object store, for tests and for one process only."""
 
     nearby = True
-    shows = False
 
     def __init__(self, root: str = "memory://") -> None:
         self._root = root
@@ -245,9 +233,6 @@ class MemoryObjectStore:
             view[: len(part)] = part
             at += len(part)
         return at
-
-    def view(self, key: str, start: int, nbytes: int) -> memoryview:
-        return memoryview(self.read(key, start, nbytes))
 
     def release(self) -> None:
         """Nothing is kept."""

@@ -1,8 +1,7 @@
 """Carrying a plan of reads out: one rank's part of one load, `Carrier`. (torch)
 
 What several ranks need goes in rounds: the blocks of the next rounds are read while those of this one are taken in by the
-reader's neighbours on the machine, from its memory (ckpt/loading/nodememory.py; from the page cache where the store shows what it
-holds there, and nothing is copied before), and sent to the others (ckpt/loading/sharing.py). What one
+reader's neighbours on the machine, from its memory (ckpt/loading/nodememory.py), and sent to the others (ckpt/loading/sharing.py). What one
 rank needs alone it reads last (or while it waits for others), several segments at a time where the store is far away, and straight into live tensors where
 the stored bytes lie in them in one piece; the rest goes through scratch memory, as does everything for tensors on
 accelerators (page-locked). Rooms for rounds and scratch are a few segments, whatever the state's size, and are used
@@ -25,9 +24,9 @@ from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.live.leaves import Leaf, memory_of, part_of
 from surefoot.ckpt.live.source import Want
 from surefoot.ckpt.loading.nodememory import NodeMemory, meet
-from surefoot.ckpt.loading.reading import look_at, read_into
+from surefoot.ckpt.loading.reading import read_into
 from surefoot.ckpt.loading.sharing import Parcel, Party, Vote, bits
-from surefoot.ckpt.planning.readplan import ALIGN_NBYTES, Cut, Need, ReadPlan, Segment
+from surefoot.ckpt.planning.readplan import Cut, Need, ReadPlan, Segment
 from surefoot.ckpt.store import ObjectStore
 
 RAW_SHARE = 0.75
@@ -111,7 +110,6 @@ class Carrier:
         self._pinned = any(v.is_cuda for w in wants for v in w.leaf.views)
         self._scratch = _Scratch(pinned=self._pinned)
         self._private = deque(plan.private)
-        self._shows = store.shows and party.device.type == "cpu"
 
     def run(self) -> None:
         """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
@@ -128,7 +126,7 @@ class Carrier:
 
     def _read_private(self, segment: Segment) -> None:
         with torch.no_grad():  # a thread begins with gradients on
-            needs = list(self._plan.needs(segment))
+            needs = [n for n in self._plan.needs(segment) if n.ranks >> self._plan.rank & 1]
             begin, end = self._plan.extent(segment)
             buffer = _Buffer(data=self._scratch.take(end - begin), home=False)
             views, direct = self._places(needs, begin, end, _bytes_of(buffer.data))
@@ -178,9 +176,6 @@ class Carrier:
         if not rounds:
             return
         sizes, places = self._plan.places()
-        if self._shows:
-            # The page cache is the memory that all on a machine share; what is left is to find out who is on this one.
-            sizes = [ALIGN_NBYTES] * len(sizes)
         readers = sum({1 << s.reader for s in itertools.chain(*rounds) if s.ranks >> me & 1})
         memory = meet(self._party, sizes, readers, pinned=self._party.device.type != "cpu")
         reading: deque[dict[Segment, Future[torch.Tensor]]] = deque()
@@ -229,23 +224,10 @@ class Carrier:
             raise GroupError(e) from e
 
     def _read_shared(self, segment: Segment, memory: torch.Tensor, at: int) -> torch.Tensor:
-        if self._shows:
-            return self._look_at(segment, verify=True)
         begin, end = self._plan.extent(segment)
         buffer = memory[at : at + end - begin]
         self._read(segment, [_bytes_of(buffer)])
         return buffer
-
-    def _of_neighbour(self, s: Segment, memory: NodeMemory, at: int) -> torch.Tensor:
-        """What a rank on this machine has read and verified."""
-        if self._shows:
-            return self._look_at(s, verify=False)
-        begin, end = self._plan.extent(s)
-        return memory.of(s.reader)[at : at + end - begin]
-
-    def _look_at(self, s: Segment, *, verify: bool) -> torch.Tensor:
-        found = look_at(self._store, self._plan.objects[s.source], s.first, s.stop, verify=verify)
-        return torch.frombuffer(found, dtype=torch.uint8)
 
     def _pass_on(
         self,
@@ -265,7 +247,7 @@ class Carrier:
             begin, end = self._plan.extent(s)
             near = sum(1 << r for r in bits(s.ranks) if memory.reach[r] >> s.reader & 1)
             if near >> me & 1:
-                here.append((s, self._of_neighbour(s, memory, places[s])))
+                here.append((s, memory.of(s.reader)[places[s] : places[s] + end - begin]))
                 continue
             others = s.ranks & ~(near | 1 << s.reader)
             for part in _parts(self._plan.cuts(s, others), others, end - begin):

@@ -6,8 +6,11 @@ does its part of it (`fill`; ckpt/loading/carrying.py), and all end alike: where
 
 from __future__ import annotations
 
+import os
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +22,8 @@ from surefoot.ckpt.live.filling import Fit, load_into
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.live.source import Want
 from surefoot.ckpt.loading.carrying import Carrier, GroupError, StoppedError
-from surefoot.ckpt.loading.restore import decode_manifest, read_manifest_bytes, require_objects
+from surefoot.ckpt.loading.reading import ADVICE
+from surefoot.ckpt.loading.restore import decode_manifest, is_whole, read_manifest_bytes, require_objects
 from surefoot.ckpt.loading.sharing import Party
 from surefoot.ckpt.manifest import Manifest, TensorMeta, manifest_key
 from surefoot.ckpt.planning.readplan import FAR, NEARBY, ReadPlan, Wants, plan_reads, require_readable
@@ -32,6 +36,8 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     refusal: str = ""
     wants: str = ""
     on_device: bool = False
+    machine: str = ""
+    """Where its page cache is."""
     damaged: str = ""
     """The key of a damaged object."""
 
@@ -172,6 +178,7 @@ class ManifestSource:
         word = _Word(
             refusal=refusal,
             wants=xxhash.xxh3_128_hexdigest(encoded),
+            machine=machine(),
             on_device=bool(wants) and all(v.is_cuda for w in wants for v in w.leaf.views),
         )
         words = self._tell_all(word if damage is None or refusal else _failure(damage))
@@ -180,7 +187,7 @@ class ManifestSource:
         _raise_first(words, damage)
         self._party.settle(on_device=all(w.on_device for w in words))
         wishes = self._wishes(wish, encoded, [w.wants for w in words])
-        self._make_plan(wish, wishes)
+        self._make_plan(wish, wishes, neighbours([w.machine for w in words]))
         of_all = [set(w.unused) for _, w in wishes]
         return sorted(of_all[0].intersection(*of_all[1:]))
 
@@ -208,13 +215,19 @@ class ManifestSource:
             if data
         ]
 
-    def _make_plan(self, mine: _Wish, wishes: Sequence[tuple[int, _Wish]]) -> None:
+    def _make_plan(self, mine: _Wish, wishes: Sequence[tuple[int, _Wish]], together: Sequence[int]) -> None:
         party = self._party
-        pace = NEARBY if getattr(self._store, "nearby", False) else FAR
+        nearby = getattr(self._store, "nearby", False)
+        pace = NEARBY if nearby else FAR
         if party.shares:
             told: list[tuple[int, Wants]] = [(ranks, wish.boxes) for ranks, wish in wishes]
             self._plan = plan_reads(
-                self._manifest, told, rank=party.rank, world_size=party.world_size, pace=pace
+                self._manifest,
+                told,
+                rank=party.rank,
+                world_size=party.world_size,
+                pace=pace,
+                neighbours=together if nearby else (),
             )
         else:
             self._plan = plan_reads(self._manifest, [(1, mine.boxes)], rank=0, world_size=1, pace=pace)
@@ -246,9 +259,34 @@ class ManifestSource:
             raise error
 
     def _end_alike(self, error: Exception | None) -> None:
-        if self._party.any(error is not None):
+        if not self._party.any(error is not None):
+            return
+        try:
             _raise_first(self._tell_all(_failure(error)), error)
-            raise AssertionError("a load stopped, and no rank says why") from error
+        except DamagedError as e:
+            self._confirm(e)
+            raise
+        raise AssertionError("a load stopped, and no rank says why") from error
+
+    def _confirm(self, found: DamagedError) -> None:
+        """Rank 0 looks for itself. What one rank alone does not see, for want of a mount or by a memory that fails, is that machine's
+        trouble; taken for damage it would condemn sound checkpoints, one after the other. Collective.
+
+        Raises CkptWorldError on all ranks: rank 0 finds the object whole, or cannot look.
+        """
+        word = _Word()
+        if self._party.rank == 0:
+            said = str(found).removesuffix(ADVICE)
+            try:
+                if is_whole(self._store, self._manifest, found.key):
+                    word = _Word(
+                        refusal=f"{said}; but rank 0, on {socket.gethostname()}, finds it whole, so nothing is set aside. Look at that "
+                        f"rank's machine: is {self._store.root} mounted there, and the same storage?"
+                    )
+            except ObjectStoreError as e:
+                word = _Word(refusal=f"{said}; and rank 0 could not look for itself: {e}")
+        if refusal := self._tell_all(word)[0].refusal:
+            raise CkptWorldError(refusal) from found
 
 
 def _raise_first(words: Sequence[_Word], mine: Exception | None) -> None:
@@ -288,3 +326,19 @@ def _boxes_of(wants: Sequence[Want]) -> dict[str, tuple[Box, ...]]:
     for want in wants:
         found.setdefault(want.stored, set()).update(h.box for h in want.leaf.held if 0 not in h.box.extent)
     return {name: tuple(sorted(boxes)) for name, boxes in sorted(found.items())}
+
+
+def machine() -> str:
+    """Names this machine, as long as it runs: processes in several containers on it have one page cache in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def neighbours(machines: Sequence[str]) -> list[int]:
+    """The ranks (bits) on each machine, of those that several are on. PURE."""
+    found: dict[str, int] = {}
+    for rank, name in enumerate(machines):
+        found[name] = found.get(name, 0) | 1 << rank
+    return [ranks for ranks in found.values() if ranks.bit_count() > 1]

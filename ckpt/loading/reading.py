@@ -19,6 +19,9 @@ from surefoot.ckpt.store import ObjectMissingError, ObjectStore
 
 _log = logging.getLogger(__name__)
 
+ADVICE = "; load an older step"
+"""How what is said of damage ends, where it is not the load itself that goes on to an older step."""
+
 STEP_NBYTES = 256 * 2**10
 """Read, then hashed out of the second-level cache (2 MiB here): hashing then costs next to nothing. Larger steps leave the cache
 (512 KiB: 12 % slower, 4 MiB: 30 %), smaller ones cost more in Python than they save."""
@@ -51,45 +54,15 @@ def read_into(
         _require_sum(store, source, i, block, found)
 
 
-def look_at(store: ObjectStore, source: DataObject, first: int, stop: int, *, verify: bool) -> memoryview:
-    """Blocks first .. stop - 1 where a store that `shows` holds them.
-
-    Args:
-        verify: compare them with their checksums; one on a machine does it for all, who look at the same memory.
-
-    Raises as `read_into`.
-    """
-    size = source.block_nbytes
-    begin, end = first * size, min(stop * size, source.data_nbytes)
-    try:
-        found = store.view(source.key, source.data_start + begin, end - begin)
-    except ObjectMissingError as e:
-        raise _missing(store, source) from e
-    if len(found) != end - begin:
-        raise _short(store, source, begin + len(found))
-    if verify:
-        for i, block in enumerate(_cut([found], size), start=first):
-            _require_sum(store, source, i, block, _hash(block), spare=True)
-    return found
-
-
 def _require_sum(
-    store: ObjectStore,
-    source: DataObject,
-    i: int,
-    block: Sequence[memoryview],
-    found: str,
-    *,
-    spare: bool = False,
+    store: ObjectStore, source: DataObject, i: int, block: Sequence[memoryview], found: str
 ) -> None:
-    """`spare`: the block may not be written to, so a second reading goes elsewhere."""
     at = i * source.block_nbytes
     expected = source.checksums[i] if i < len(source.checksums) else ""
     if found != expected and expected:
         _log.warning("%s/%s: block %d differs from its checksum; reading it again", store.root, source.key, i)
-        again = [memoryview(bytearray(sum(map(len, block))))] if spare else block
-        _fetch(store, source, at, sum(map(len, block)), again)
-        found = _hash(again)
+        _fetch(store, source, at, sum(map(len, block)), block)
+        found = _hash(block)
     if found != expected:
         raise DamagedError(
             f"{store.root}/{source.key}: block {i} (bytes {source.data_start + at} on) has checksum {found} instead of "

@@ -106,6 +106,22 @@ def require_objects(store: ObjectStore, manifest: Manifest) -> None:
     require_listed(manifest, {o.key: o.size for o in store.list(prefix)})
 
 
+def is_whole(store: ObjectStore, manifest: Manifest, key: str) -> bool:
+    """Is this data object of a checkpoint there, with every block as its checksum says? Reads all of it. Raises ObjectStore…Error."""
+    try:
+        require_objects(store, manifest)
+        source = next((o for o in manifest.objects if o.key == key), None)
+        if source is None:
+            return False
+        for i in range(len(source.checksums)):
+            read_blocks(store, source, i, i + 1)
+    except DamagedError:
+        return False
+    finally:
+        store.release()
+    return True
+
+
 # ---------------------------------------------------------------- the committed ledger
 
 

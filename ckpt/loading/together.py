@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from surefoot.ckpt.boxes import Box, Held, whole
 from surefoot.ckpt.channel import Channel
-from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, StepMissingError
+from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError, DamagedError, StepMissingError
 from surefoot.ckpt.format.flags import raise_flag
 from surefoot.ckpt.live.filling import Fit
 from surefoot.ckpt.live.leaves import Leaf, dtype_of
@@ -36,9 +36,11 @@ from surefoot.ckpt.loading.aside import (
     why_aside,
 )
 from surefoot.ckpt.loading.fetching import ManifestSource, load_together, shared_manifest
+from surefoot.ckpt.loading.reading import ADVICE
 from surefoot.ckpt.loading.restore import read_manifest, require_objects, restored_of
 from surefoot.ckpt.loading.sharing import Party, party_of
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs, step_prefix
+from surefoot.ckpt.planning.agreeing import differing
 from surefoot.ckpt.record import lineage, list_manifests, read_records
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
 
@@ -66,7 +68,10 @@ class Loaded:
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank tells the others: candidates (rank 0), or how its load went."""
+    """What a rank tells the others: where it loads which step from, and the candidates (rank 0); or how its load went."""
+
+    root: str = ""
+    asked: int | None = None
 
     candidates: tuple[ManifestRef, ...] = ()
     passed_over: tuple[tuple[int, str], ...] = ()
@@ -125,9 +130,10 @@ def load_agreed(
         if channel.rank == 0 and not isinstance(error, StepMissingError):
             set_aside(store, ref, damage)
     if passed_over:
-        listed = "; ".join(f"step {s}: {why}" for s, why in passed_over)
+        listed = "; ".join(f"step {s}: {why.removesuffix(ADVICE)}" for s, why in passed_over)
         raise DamagedError(
-            f"{store.root}: no checkpoint {'is readable' if step is None else 'of that step is readable'}: {listed}",
+            f"{store.root}: no checkpoint {'is readable' if step is None else 'of that step is readable'}: {listed} (`surefoot ckpt "
+            f"verify {store.root} STEP` looks again at what was set aside, and clears the mark of what is sound)",
             key="",
         )
     if channel.rank == 0:
@@ -170,7 +176,14 @@ def _agree_on_candidates(
                 word = _look(store, step, tries, give_up)
             except (CkptError, ObjectStoreError) as e:
                 error, word = e, _Word(failure=str(e))
-        first = _tell_all(channel, word)[0]
+        words = _tell_all(channel, msgspec.structs.replace(word, root=store.root, asked=step))
+        if roots := differing([w.root for w in words]):
+            raise CkptUserError(
+                f"ranks load from different roots ({roots}): give all the same, a folder or bucket that all of them see"
+            )
+        if steps := differing([w.asked for w in words]):
+            raise CkptUserError(f"ranks ask for different steps ({steps}): all ranks load the same")
+        first = words[0]
         if first.failure:
             raise error or CkptWorldError(f"rank 0 could not list the checkpoints: {first.failure}")
         if not first.waiting:

@@ -16,10 +16,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
-from surefoot.ckpt.objects.pages import Pages, can_view
 from surefoot.ckpt.store import (
     TEMPORARY_PREFIX,
     ObjectExistsError,
@@ -39,7 +37,7 @@ PREALLOCATE_NBYTES = 2**20
 FLUSH_NBYTES = 16 * 2**20
 """So often a long write is pushed on to the disk."""
 OPEN_READERS = 16
-"""How many descriptors a store keeps for `read_into` and `view`: a load reads few objects at a time, each in many steps."""
+"""How many descriptors a store keeps for `read_into`: a load reads few objects at a time, each in many steps."""
 NAME_MAX, IOV_MAX = 255, 1024
 """Linux' limits: bytes of a file's name, buffers of one preadv."""
 _TRIES = 5
@@ -82,16 +80,6 @@ class FileObjectStore:
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         try:
             return _read_into(self._reader(key).fd, start, views)
-        except OSError as e:
-            raise self._error(e, "read", key) from e
-
-    @property
-    def shows(self) -> bool:
-        return can_view()
-
-    def view(self, key: str, start: int, nbytes: int) -> memoryview:
-        try:
-            return self._reader(key).pages.view(start, nbytes)
         except OSError as e:
             raise self._error(e, "read", key) from e
 
@@ -178,8 +166,6 @@ class FileObjectStore:
 
 def _typed(e: OSError, what: str, said: str) -> ObjectStoreError:
     """`what` could not be done: create, read, list, delete."""
-            rights = "read" if what in ("read", "list") else "read and write"
-            there = f" to {os.fsdecode(e.filename)}" if isinstance(e.filename, str | bytes) else ""
     match e.errno:
         case errno.ENOENT if what == "create":
             return ObjectStoreDeniedError(f"{said}; no folder can be made there: choose another root")
@@ -192,6 +178,8 @@ def _typed(e: OSError, what: str, said: str) -> ObjectStoreError:
                 f"{said}; it is mounted read-only: mount it for writing, or choose another root"
             )
         case errno.EACCES:
+            rights = "read" if what in ("read", "list") else "read and write"
+            there = f" to {os.fsdecode(e.filename)}" if isinstance(e.filename, str | bytes) else ""
             return ObjectStoreDeniedError(
                 f"{said}; give this user {rights} permission{there}, or choose another root"
             )
@@ -361,10 +349,6 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    @cached_property
-    def pages(self) -> Pages:
-        return Pages(self.fd)
 
     def __del__(self) -> None:
         if self.fd >= 0:

@@ -10,6 +10,7 @@ reads, s3errors.py what failures mean.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from surefoot.ckpt.objects.s3create import Target, put_once
 from surefoot.ckpt.objects.s3errors import Call, UploadGoneError
 from surefoot.ckpt.objects.s3read import Reading, Source, read_ranges
-from surefoot.ckpt.objects.s3session import SLOWEST_BYTES_PER_S, Patience, Session
+from surefoot.ckpt.objects.s3session import SLOWEST_BYTES_PER_S, Patience, Session, require_endpoint
 from surefoot.ckpt.objects.s3upload import S3Upload, Sizing
 from surefoot.ckpt.store import ObjectInfo, ObjectMissingError, Unfinished, check_key
 
@@ -43,10 +44,11 @@ class S3ObjectStore:
         part_nbytes: of one part of a large upload, and of one ranged read.
         in_flight: parts or ranged reads of one call under way at a time.
         session: its connections, where several stores share them; None: its own.
+
+    Raises ValueError: the endpoint in the environment is none.
     """
 
     nearby = False
-    shows = False
 
     def __init__(
         self,
@@ -59,6 +61,8 @@ class S3ObjectStore:
         in_flight: int = IN_FLIGHT,
         session: Session | None = None,
     ) -> None:
+        if session is None:
+            require_endpoint(os.environ)
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._deadline_s = deadline_s
@@ -170,9 +174,6 @@ class S3ObjectStore:
             patience=patience,
         )
         return self._session.wait(reading, source.call, patience)
-
-    def view(self, key: str, start: int, nbytes: int) -> memoryview:
-        return memoryview(self.read(key, start, nbytes))
 
     def release(self) -> None:
         """Connections are the session's to keep; no object is."""

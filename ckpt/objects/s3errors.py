@@ -160,13 +160,18 @@ class Call:
     """After a try without an answer the outcome is unknown."""
 
 
+def words_of(e: BaseException, call: Call) -> str:
+    """What could not be done, and the server's or the library's reason. PURE."""
+    code, status = answered(e)
+    reason = f"{code or type(e).__name__}{f' ({status})' if status else ''}: {e}"
+    return f"{call.root}: cannot {call.what} {call.key}{f' ({call.within})' if call.within else ''}: {reason}"
+
+
 def typed(
     e: Exception, verdict: Verdict, call: Call, *, may_have_worked: bool, tries: int
 ) -> ObjectStoreError:
     """The error for the caller. PURE."""
-    code, status = answered(e)
-    reason = f"{code or type(e).__name__}{f' ({status})' if status else ''}: {e}"
-    said = f"{call.root}: cannot {call.what} {call.key}{f' ({call.within})' if call.within else ''}: {reason}"
+    said = words_of(e, call)
     bucket = call.root.removeprefix("s3://").partition("/")[0]
     match verdict:
         case Verdict.EXISTS:

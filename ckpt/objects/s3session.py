@@ -8,11 +8,12 @@ A try that does not let itself be cancelled is left behind: nobody waits for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from s3fs import S3FileSystem
 
-from surefoot.ckpt.objects.s3errors import WORTH_A_RETRY, Call, Verdict, judge, typed
+from surefoot.ckpt.objects.s3errors import WORTH_A_RETRY, Call, Verdict, judge, typed, words_of
 
 CONNECT_TIMEOUT_S = 3.0
 """A server that does not accept a connection within this is treated as away; a TCP SYN is repeated after 1 s."""
@@ -31,10 +32,15 @@ SLOWEST_BYTES_PER_S = 4 * 2**20
 SILENT_TRIES = 5
 """So often one call may go without any answer, each time until the deadline of its try, before it is given up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
+TOLD_AFTER_S, TOLD_AGAIN_S = 2.0, 30.0
+"""A call that has come to nothing for so long, and is tried again, is told of; then no other for a while."""
 LATE_S = 2.0
 """How long after its deadline a call that the loop does not end is waited for."""
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_told: dict[str, float] = {}
+"""When it was said of a root that its store keeps us waiting, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,16 @@ async def patiently(attempt: Callable[[], Awaitable[_T]], call: Call, patience: 
                 or time.monotonic() + pause_s > patience_ends
             ):
                 raise typed(e, verdict, call, may_have_worked=may_have_worked, tries=tries) from e
+            _tell(e, call, begun, patience_ends)
         await asyncio.sleep(pause_s)  # backing off, with jitter
+
+
+def _tell(e: Exception, call: Call, begun: float, ends: float) -> None:
+    """Whoever waits for the call shall know what for."""
+    now = time.monotonic()
+    if now - begun >= TOLD_AFTER_S and now - _told.get(call.root, -TOLD_AGAIN_S) >= TOLD_AGAIN_S:
+        _told[call.root] = now
+        _log.warning("%s; trying again for up to %.0f s", words_of(e, call), ends - now)
 
 
 async def _bounded(attempt: Awaitable[_T], timeout_s: float) -> _T:
@@ -104,6 +119,14 @@ def pause_after(tries: int, name: str) -> float:
     """Exponential backoff; the jitter comes from process and key, so that nothing here is random and no two retry in step."""
     jitter = zlib.crc32(f"{os.getpid()}:{name}:{tries}".encode()) / 2**32
     return min(FIRST_PAUSE_S * 2 ** (tries - 1), LONGEST_PAUSE_S) * (0.5 + jitter / 2)
+
+
+def require_endpoint(environment: Mapping[str, str]) -> None:
+    """Raises ValueError for an address of the store that botocore would choke on, deep in its first call. PURE."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        url = environment.get(name, "")
+        if url and not url.lower().startswith(("http://", "https://")):
+            raise ValueError(f"{name}={url} is no address of a store: it needs http:// or https:// before it")
 
 
 class Session:

@@ -15,9 +15,11 @@ NAMED_MAX = 8
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank says. `fresh`: its layout is not the one agreed on last. `failure`: it cannot save, and why."""
+    """What a rank says. `root`: where it saves. `fresh`: its layout is not the one agreed on last. `failure`: it cannot save, and
+    why."""
 
     step: int
+    root: str = ""
     fresh: bool = False
     failure: str = ""
 
@@ -30,17 +32,25 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""
     others: str = ""
     """Ranks that save another step than rank 0."""
+    roots: str = ""
+    """Ranks that save under another root than rank 0."""
+
+
+def differing(values: Sequence[object]) -> str:
+    """What ranks (in rank order) hold that should be the same: rank 0's, and those that differ from it; '' where all agree."""
+    others = [f"rank {r}: {v}" for r, v in enumerate(values) if v != values[0]]
+    return f"rank 0: {values[0]}, {', '.join(others[:NAMED_MAX])}" if others else ""
 
 
 def judge(words: Sequence[Word], attempt: str) -> Verdict:
     """`words` in rank order."""
     failed = [f"rank {r}: {w.failure}" for r, w in enumerate(words) if w.failure]
-    others = [f"rank {r}: {w.step}" for r, w in enumerate(words) if w.step != words[0].step]
     return Verdict(
         attempt=attempt,
         fresh=any(w.fresh for w in words),
         failure="; ".join(failed[:NAMED_MAX]),
-        others=f"rank 0: {words[0].step}, {', '.join(others[:NAMED_MAX])}" if others else "",
+        others=differing([w.step for w in words]),
+        roots=differing([w.root for w in words]),
     )
 
 

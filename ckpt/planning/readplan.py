@@ -3,7 +3,8 @@
 All ranks of a load tell each other which boxes they want (the manifest they share already). From that each of them works
 out, for every object, which blocks hold bytes that anybody wants, and by whom. Blocks that one rank wants are read by that
 rank. Blocks that several want are read by one of them, the one with the least to read so far, and passed on: every block
-is read once per job, and what nobody wants is not read.
+is read once per job, and what nobody wants is not read. Ranks that have a page cache in common, *neighbours*, each read for themselves
+what nobody else wants: the kernel reads it once.
 
     needs      where a wanted box meets a stored piece: a range of bytes of the object, and the ranks that want it
     segment    a run of neighbouring blocks with the same ranks; what is read, verified and passed on at once
@@ -105,6 +106,7 @@ class ReadPlan:
         world_size: int,
         itemsizes: Mapping[str, int],
         pace: Pace,
+        neighbours: Sequence[int] = (),
     ) -> None:
         self.objects = objects
         self.rank = rank
@@ -113,9 +115,11 @@ class ReadPlan:
         self._needs = needs
         self._ends = [list(itertools.accumulate((n.end for n in of), max)) for of in needs]
         self._itemsizes = itemsizes
-        self.private = tuple(s for s in segments if s.ranks == 1 << rank)
+        self.private = tuple(
+            s for s in segments if s.ranks >> rank & 1 and not is_shared(s.ranks, neighbours)
+        )
         self.rounds = tuple(
-            _rounds([s for s in segments if s.ranks.bit_count() > 1], objects, pace.round_nbytes)
+            _rounds([s for s in segments if is_shared(s.ranks, neighbours)], objects, pace.round_nbytes)
         )
 
     def extent(self, segment: Segment) -> tuple[int, int]:
@@ -182,12 +186,14 @@ def plan_reads(
     rank: int,
     world_size: int,
     pace: Pace = NEARBY,
+    neighbours: Sequence[int] = (),
 ) -> ReadPlan:
     """Plan a load.
 
     Args:
         wants: who (as bits) wants what; ranks that want the same may stand together. Only tensors of the manifest.
         rank: whose plan: what it has no part in is left out.
+        neighbours: sets of ranks (bits) that have a page cache in common.
         manifest: one that is readable (`require_readable`).
     """
     itemsizes = {name: ITEMSIZES[meta.dtype] for name, meta in manifest.tensors.items()}
@@ -201,25 +207,28 @@ def plan_reads(
         found = list(_runs(of, source.block_nbytes))
         for first, stop, ranks in found:
             runs.append((number, first, stop, ranks))
-            if ranks.bit_count() == 1:
-                load[ranks.bit_length() - 1] += (stop - first) * source.block_nbytes
-        needs.append([n for n in of if n.ranks & mine] if _is_mine_alone(found, mine) else of)
+            if not is_shared(ranks, neighbours):
+                for r in range(ranks.bit_length()):
+                    load[r] += (ranks >> r & 1) * (stop - first) * source.block_nbytes
+        shares = any(ranks & mine and is_shared(ranks, neighbours) for _, _, ranks in found)
+        needs.append(of if shares else [n for n in of if n.ranks & mine])
     shared = sum(
         (stop - first) * manifest.objects[number].block_nbytes
         for number, first, stop, ranks in runs
-        if ranks.bit_count() > 1
+        if is_shared(ranks, neighbours)
     )
     # Small enough that every rank has a few to read.
     share_nbytes = min(pace.share_nbytes, shared // (SHARES_EACH * world_size))
     segments = [
         segment
         for number, first, stop, ranks in runs
-        if ranks.bit_count() > 1 or ranks == mine
-        for segment in _segments(
-            manifest.objects[number],
-            Segment(number, first, stop, ranks, -1),
-            pace.segment_nbytes if ranks == mine else share_nbytes,
-            load,
+        if ranks & mine or is_shared(ranks, neighbours)
+        for segment in (
+            _segments(manifest.objects[number], Segment(number, first, stop, ranks, -1), share_nbytes, load)
+            if is_shared(ranks, neighbours)
+            else _segments(
+                manifest.objects[number], Segment(number, first, stop, ranks, rank), pace.segment_nbytes, None
+            )
         )
     ]
     return ReadPlan(
@@ -230,7 +239,13 @@ def plan_reads(
         world_size=world_size,
         itemsizes=itemsizes,
         pace=pace,
+        neighbours=neighbours,
     )
+
+
+def is_shared(ranks: int, neighbours: Sequence[int]) -> bool:
+    """Does one of these ranks (bits) read for the others what they all need?"""
+    return ranks.bit_count() > 1 and all(ranks & ~together for together in neighbours)
 
 
 def require_readable(manifest: Manifest) -> None:
@@ -333,19 +348,14 @@ def _joined(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, i
         yield last
 
 
-def _is_mine_alone(runs: Iterable[tuple[int, int, int]], mine: int) -> bool:
-    """Nothing of the object is shared with this rank."""
-    return all(ranks == mine or not ranks & mine for _, _, ranks in runs)
-
-
-def _segments(source: DataObject, run: Segment, nbytes: int, load: list[int]) -> Iterator[Segment]:
-    """The run cut into pieces of `nbytes`, or of one block; each with its reader, whose load it adds to."""
+def _segments(source: DataObject, run: Segment, nbytes: int, load: list[int] | None) -> Iterator[Segment]:
+    """The run cut into pieces of `nbytes`, or of one block. With `load`, each with its reader, whose load it adds to."""
     step = max(1, nbytes // source.block_nbytes)
     members = [r for r in range(run.ranks.bit_length()) if run.ranks >> r & 1]
     for at in range(run.first, run.stop, step):
         end = min(at + step, run.stop)
-        reader = members[0]
-        if len(members) > 1:
+        reader = run.reader
+        if load is not None:
             reader = min(members, key=lambda r: (load[r], r))
             load[reader] += (end - at) * source.block_nbytes
         yield run._replace(first=at, stop=end, reader=reader)

@@ -12,8 +12,10 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -117,6 +119,7 @@ class Checkpointer:
         self._swept = False
         self._fenced: FencedError | None = None
         self._owner = os.getpid()
+        self._calling = threading.Lock()
 
     # ---- public
 
@@ -137,11 +140,12 @@ class Checkpointer:
 
         Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
         """
-        loaded = self._load(state, step, strict=strict, wait_s=wait_s)
-        if loaded is not None and self._resume is None:
-            self._resume = note_start(self._store, self._opened(), loaded)
-        self.prepare(state)
-        return loaded
+        with self._one_at_a_time():
+            loaded = self._load(state, step, strict=strict, wait_s=wait_s)
+            if loaded is not None and self._resume is None:
+                self._resume = note_start(self._store, self._opened(), loaded)
+            self._prepare(state)
+            return loaded
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Get ready to save `state`: agree on its layout, start the uploader, and touch memory, with room for what optimizers will
@@ -149,13 +153,17 @@ class Checkpointer:
 
         A state that cannot be saved is no error here, but for one that is no mapping; and who has saved already is ready.
         """
+        with self._one_at_a_time():
+            self._prepare(state)
+
+    def _prepare(self, state: Mapping[str, Any]) -> None:
         require_mapping(state)
         equipment = self._equipped()
         if equipment.live.known:
             return
         word, _ = self._look(0, state, {})
         verdict = self._decide(word)
-        if not verdict.failure:
+        if not verdict.failure and not verdict.roots:
             try:
                 if verdict.fresh:
                     equipment.live.agree()
@@ -189,7 +197,19 @@ class Checkpointer:
         """
         self._require_mine()
         require_mapping(state)
-        step = whole_step(step)
+        with self._one_at_a_time():
+            return self._save(whole_step(step), state, cursor, extra, blocking=blocking, force=force)
+
+    def _save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        cursor: dict[str, Any] | None,
+        extra: dict[str, Any] | None,
+        *,
+        blocking: bool,
+        force: bool,
+    ) -> SaveHandle:
         begun = time.monotonic()
         if force and self._latest is not None and self._latest.step == step:
             return self._latest
@@ -233,11 +253,12 @@ class Checkpointer:
         """
         if not self._mine:
             return
-        try:
-            self._settle()
-            self._settle_resume()
-        finally:
-            self._release(TIDY_S)
+        with self._one_at_a_time():
+            try:
+                self._settle()
+                self._settle_resume()
+            finally:
+                self._release(TIDY_S)
 
     def __enter__(self) -> Self:
         return self
@@ -292,6 +313,20 @@ class Checkpointer:
         if self._equipment is None:
             self._equipment = Equipment(self._store, self._opened(), self._memory_budget)
         return self._equipment
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Raises CkptUserError where another call is under way, in another thread or below a signal handler: what one has looked at
+        would be saved as the other's."""
+        if not self._calling.acquire(blocking=False):
+            raise CkptUserError(
+                "another call of this Checkpointer is under way, in another thread or interrupted by this signal handler: calls come one "
+                "after the other, on all ranks in the same order; let a handler set a flag, and save in the training loop"
+            )
+        try:
+            yield
+        finally:
+            self._calling.release()
 
     @property
     def _mine(self) -> bool:
@@ -454,9 +489,9 @@ class Checkpointer:
         try:
             plain |= {name: encode_plain(name, given) for name, given in plain.items()}
             fresh = self._equipped().live.look(state)
-            return Word(step=step, fresh=fresh), None
+            return Word(step=step, root=self._store.root, fresh=fresh), None
         except Exception as e:  # the others must hear of it before this rank raises
-            return Word(step=step, failure=f"{type(e).__name__}: {e}"), e
+            return Word(step=step, root=self._store.root, failure=f"{type(e).__name__}: {e}"), e
 
     def _decide(self, word: Word) -> Verdict:
         attempt = secrets.token_hex(8)
@@ -472,6 +507,10 @@ class Checkpointer:
         verdict = self._decide(word)
         if error is not None:
             raise error
+        if verdict.roots:
+            raise CkptUserError(
+                f"ranks save under different roots ({verdict.roots}): give all the same, a folder or bucket that all of them see"
+            )
         if verdict.failure:
             raise CommitError(f"step {step} cannot be saved: {verdict.failure}")
         if verdict.others:

@@ -166,7 +166,8 @@ def _await_parts(
         if time.monotonic() + pause_s > give_up:
             late = sorted(w for key, w in wanted.items() if key not in parts)
             raise CommitError(
-                f"step {step} of generation {generation}, attempt {attempt}: no part from writers {late} in time{trouble}"
+                f"step {step} of generation {generation}, attempt {attempt}: no part from writers {late} in time under {store.root} (do "
+                f"all ranks see the same storage there?){trouble}"
             )
         time.sleep(pause_s)  # an object store has no watch: it can only be asked again
         pause_s = min(2 * pause_s, LONGEST_POLL_S)

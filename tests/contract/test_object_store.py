@@ -199,29 +199,6 @@ def test_read_into_of_a_missing_object(store: ObjectStore) -> None:
         store.read_into("other", 0, [memoryview(buffer)])
 
 
-@pytest.mark.parametrize(
-    ("start", "nbytes", "expected"),
-    [(0, 3, b"012"), (3, 99, b"3456789"), (10, 4, b""), (99, 1, b""), (4, 0, b"")],
-)
-def test_a_view_shows_what_is_stored(store: ObjectStore, start: int, nbytes: int, expected: bytes) -> None:
-    """Also of a store that shows nothing and has to read it."""
-    store.create("k", b"0123456789")
-    assert store.view("k", start, nbytes) == expected
-    with pytest.raises(ObjectMissingError, match="other"):
-        store.view("other", 0, 1)
-
-
-def test_a_view_outlives_the_reading_and_the_object(store: ObjectStore) -> None:
-    data = bytes(range(256)) * 40
-    store.create("k", data)
-    view = store.view("k", 4097, 6000)
-    store.release()
-    store.delete("k")
-    assert view == data[4097:10097]
-    with pytest.raises(ObjectMissingError, match="k"):
-        store.view("k", 0, 1)
-
-
 # ---------------------------------------------------------------- upload
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
 from surefoot.ckpt.loading import fetching, nodememory
 from surefoot.ckpt.loading.together import load_agreed
+from surefoot.ckpt.objects import files
 from surefoot.ckpt.store import ObjectStoreUnavailableError, open_store
 from surefoot.ckpt.tools.inspect import find
 
@@ -28,14 +30,13 @@ TYPES = {"w": torch.float32, "v": torch.bfloat16, "b": torch.float8_e4m3fn, "s":
 class Counting:
     """A store that counts the bytes it gives out, by key, and fails when it is told to."""
 
-    def __init__(self, root: str, fail_after: int | None = None, *, shows: bool | None = None) -> None:
+    def __init__(self, root: str, fail_after: int | None = None) -> None:
         self._store = open_store(root)
-        self.shows = self._store.shows if shows is None else shows
         self._counting = threading.Lock()
         self._left = fail_after
         self.read_nbytes: dict[str, int] = {}
-        self.looked_at: set[tuple[str, int, int]] = set()
-        """What was shown: key, start, bytes. All on a machine look at the same memory."""
+        self.ranges: set[tuple[str, int, int]] = set()
+        """What was read: key, start, bytes. What several on a machine read of a file the kernel reads once."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -44,12 +45,6 @@ class Counting:
         data = self._store.read(key, start, length)
         self._count(key, len(data))
         return data
-
-    def view(self, key: str, start: int, nbytes: int) -> memoryview:
-        self._may_fail(key)
-        found = self._store.view(key, start, nbytes)
-        self.looked_at.add((key, start, len(found)))
-        return found
 
     def _may_fail(self, key: str) -> None:
         with self._counting:
@@ -61,6 +56,7 @@ class Counting:
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         self._may_fail(key)
         nbytes = self._store.read_into(key, start, views)
+        self.ranges.add((key, start, nbytes))
         self._count(key, nbytes)
         return nbytes
 
@@ -125,13 +121,14 @@ def save(root: str, layout: str, *steps: int) -> None:
 
 
 def load(root: str, layout: str, by: str = "", fail_rank: int = -1, fail_after: int = 0) -> dict[str, Any]:
-    """Returns what was read by this rank, and how the load ended. `by`: how ranks share it, "pages" of the file that all of them
-    see, "memory" of the one that reads, or messages of the "group"; the first that is possible where nothing is said."""
+    """Returns what was read by this rank, and how the load ended. `by`: how ranks share it: a machine's "pages"; as
+    if each had a machine of its own, the "memory" of the one that reads, or messages of the "group"."""
     fetching.NEARBY = fetching.NEARBY._replace(round_nbytes=2**20)  # every block is a round of its own
     nodememory.ENABLED = by != "group"
     fails = dist.get_rank() == fail_rank
-    shows = None if not by else by == "pages"
-    store: Any = Counting(root, fail_after if fails else None, shows=shows)
+    if by in ("memory", "group"):
+        fetching.machine = lambda: f"machine {dist.get_rank()}"
+    store: Any = Counting(root, fail_after if fails else None)
     state = state_of(layout, filled=False)
     channel = open_channel(None, 30.0)
     told: dict[str, Any] = {"error": "", "step": None}
@@ -146,7 +143,7 @@ def load(root: str, layout: str, by: str = "", fail_rank: int = -1, fail_after: 
     finally:
         channel.close()
     told["read"] = store.read_nbytes
-    told["looked"] = sorted(store.looked_at)
+    told["ranges"] = sorted(store.ranges)
     return told
 
 
@@ -178,7 +175,7 @@ def restore(root: str, layout: str, step: int) -> dict[str, Any]:
     except DamagedError as e:
         told["error"] = f"{e.key} {e}"
     told["read"] = store.read_nbytes
-    told["looked"] = sorted(store.looked_at)
+    told["ranges"] = sorted(store.ranges)
     return told
 
 
@@ -189,3 +186,34 @@ def load_plainly(root: str, layout: str) -> int:
     assert loaded is not None
     require_exact(state)
     return loaded.step
+
+
+def load_each(roots: list[str], steps: list[int | None]) -> str:
+    """Every rank from its own root, and with its own wish; returns how it ended."""
+    rank = dist.get_rank()
+    state = state_of("fsdp", filled=False)
+    try:
+        loaded = ckpt.load(roots[rank], state, step=steps[rank])
+        return f"step {loaded.step if loaded else None}"
+    except CkptError as e:
+        return f"{type(e).__name__}: {e}"
+
+
+def save_each(roots: list[str]) -> str:
+    try:
+        ckpt.save(roots[dist.get_rank()], 1, state_of("fsdp", filled=True))
+    except CkptError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def load_without_mount(root: str, blind: int) -> str:
+    """One rank sees no data objects under the root that all are given: the storage is not mounted on its machine."""
+    if dist.get_rank() == blind:
+        files.FileObjectStore._path = lambda self, key: Path("/nowhere") / key  # pyright: ignore[reportAttributeAccessIssue]
+    state = state_of("fsdp", filled=False)
+    try:
+        loaded = ckpt.load(root, state)
+        return f"step {loaded.step if loaded else None}"
+    except CkptError as e:
+        return f"{type(e).__name__}: {e}"

@@ -31,12 +31,16 @@ def anywhere(request: pytest.FixtureRequest, root: str) -> str:
     return request.getfixturevalue("s3_url") if request.param == "s3" else root
 
 
-def data_read(told: list[dict[str, Any]], store: ObjectStore, step: int = 20) -> tuple[int, int]:
-    """Bytes of data objects read by all ranks together, and how many there are."""
+def data_read(
+    told: list[dict[str, Any]], store: ObjectStore, step: int = 20, *, by_kernel: bool = False
+) -> tuple[int, int]:
+    """Bytes of data objects read by all ranks together, and how many there are. `by_kernel`: what several read is read once."""
     manifest, _ = find(store, step)
-    total = sum((Counter(t["read"]) for t in told), Counter())
-    for key, _, nbytes in {tuple(look) for t in told for look in t["looked"]}:
-        total[key] += nbytes  # once, however many looked at it
+    total: Counter[str] = sum((Counter(t["read"]) for t in told), Counter())
+    if by_kernel:
+        total = Counter()
+        for key, _, nbytes in {tuple(r) for t in told for r in t["ranges"]}:
+            total[key] += nbytes
     return sum(total[o.key] for o in manifest.objects), sum(o.data_nbytes for o in manifest.objects)
 
 
@@ -70,7 +74,7 @@ def test_every_byte_is_read_once_per_job(
     ranks(by, "loading_acts:save", root, saved, 20)
     told = ranks(on, "loading_acts:load", root, loaded, shared_by)
     assert [t["error"] for t in told] == [""] * on
-    read, stored = data_read(told, open_store(root))
+    read, stored = data_read(told, open_store(root), by_kernel=shared_by == "pages")
     assert read == stored
     manifests = [sum(n for key, n in t["read"].items() if key.endswith("manifest.json")) for t in told]
     assert manifests[1:] == [0] * (on - 1), "rank 0 reads the manifest for all"
@@ -86,8 +90,7 @@ def test_a_rank_that_fails_in_the_middle_fails_all_and_none_hangs(
     """The store goes away for one rank, in its first block, within one, and in the last of all rounds: everybody raises, and
     names it."""
     ranks(1, "loading_acts:save", root, "ddp", 20)
-    within = 1 if shared_by == "pages" else 3  # a block is looked at once, and read in steps
-    for fail_rank, after in ((0, 0), (0, within), (2, 0)):
+    for fail_rank, after in ((0, 0), (0, 3), (2, 0)):
         told = ranks(4, "loading_acts:load", root, loaded, shared_by, fail_rank, after)
         for rank, t in enumerate(told):
             assert "the cable is out" in t["error"], t
@@ -166,7 +169,7 @@ def test_ranks_under_an_agent_share_and_never_fall_back(ranks: Ranks, root: str)
     ranks(2, "loading_acts:save", root, "fsdp", 20, 40)
     told = ranks(4, "loading_acts:restore", root, "ddp", 40)
     assert [t["error"] for t in told] == [""] * 4
-    read, stored = data_read(told, open_store(root), 40)
+    read, stored = data_read(told, open_store(root), 40, by_kernel=True)
     assert read == stored
     key = flip_last_block(root, 40, 1)
     told = ranks(4, "loading_acts:restore", root, "ddp", 40)
@@ -182,3 +185,25 @@ def test_eight_replicas_fetch_a_checkpoint_once_from_s3(ranks: Ranks, s3_proxy: 
     assert ranks(8, "loading_acts:load_plainly", s3_proxy.root, "ddp") == [20] * 8
     fetched = s3_proxy.nbytes_out("*") - before
     assert stored <= fetched <= 1.1 * stored
+
+
+def test_ranks_with_different_roots_or_wishes_are_told(ranks: Ranks, root: str) -> None:
+    """Nothing is loaded, saved or set aside; a path with a time in it, or a relative one, is not the same for all."""
+    ranks(2, "loading_acts:save", root, "fsdp", 20, 40)
+    told = ranks(2, "loading_acts:load_each", [root, root + "-other"], [None, None])
+    assert all("different roots (rank 0: " in t and "-other)" in t for t in told), told
+    told = ranks(2, "loading_acts:load_each", [root, root], [20, 40])
+    assert all("different steps (rank 0: 20, rank 1: 40)" in t for t in told), told
+    told = ranks(2, "loading_acts:save_each", [root + "-a", root + "-b"])
+    assert all("different roots (rank 0: " in t for t in told), told
+    assert ranks(2, "loading_acts:load_each", [root, root], [None, None]) == ["step 40"] * 2
+
+
+def test_what_one_rank_alone_does_not_see_is_not_set_aside(ranks: Ranks, root: str) -> None:
+    """A machine without the mount would otherwise condemn every checkpoint of a sound root, from the newest down."""
+    ranks(2, "loading_acts:save", root, "fsdp", 20, 40)
+    told = ranks(2, "loading_acts:load_without_mount", root, 1)
+    assert all(t.startswith("CkptWorldError: rank 1: ") for t in told), told
+    assert all("finds it whole" in t for t in told), told
+    assert not [o.key for o in open_store(root).list("gen-") if o.key.endswith("aside.json")]
+    assert ranks(2, "loading_acts:load_each", [root, root], [None, None]) == ["step 40"] * 2

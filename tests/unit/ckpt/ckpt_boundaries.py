@@ -105,9 +105,6 @@ class TrackedStore:
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         return self._do("read_into", key, lambda: self._inner.read_into(key, start, views))
 
-    def view(self, key: str, start: int, nbytes: int) -> memoryview:
-        return self._do("view", key, lambda: self._inner.view(key, start, nbytes))
-
     def release(self) -> None:
         self._inner.release()
 

@@ -201,18 +201,6 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_store("s3://bucket").root == "s3://bucket"
 
 
-def test_a_view_of_what_the_disk_cannot_bring_is_an_error_and_no_signal(tmp_path: Path) -> None:
-    """A page beyond the end stands for one that cannot be read: the kernel answers a look at either with SIGBUS."""
-    store = FileObjectStore(tmp_path)
-    assert store.shows, "this kernel is older than Linux 5.14"
-    store.create("k", bytes(5 * 4096))
-    assert store.view("k", 0, 5 * 4096) == bytes(5 * 4096)
-    os.truncate(tmp_path / "k", 4096)
-    with pytest.raises(ObjectStoreError, match="cannot read k: Input/output error"):
-        store.view("k", 0, 5 * 4096)
-    assert store.view("k", 0, 4096) == bytes(4096)
-
-
 @pytest.mark.parametrize(
     ("what", "number", "said"),
     [
