@@ -244,7 +244,7 @@ class _Header(msgspec.Struct):
 
 
 _SEAL = re.compile(rb',"checksum":"([0-9a-f]{16})"\}\Z')
-"""The end of a manifest: the xxh3-64 of all bytes before it."""
+"""The end of a manifest or a record: the xxh3-64 of all bytes before it."""
 _SEAL_NBYTES = len(b',"checksum":""}') + 16
 
 
@@ -252,10 +252,19 @@ def encode(value: msgspec.Struct) -> bytes:
     """Canonical bytes: the same value always gives the same bytes. A manifest gets a checksum of its own as its last field, so
     that a bit flipped in a place or a plain value does not go unnoticed."""
     data = msgspec.json.encode(value, order="deterministic")
-    if isinstance(value, Manifest):
-        body = data[:-1]
-        return body + b',"checksum":"%s"}' % xxhash.xxh3_64_hexdigest(body).encode()
-    return data
+    return sealed(data) if isinstance(value, Manifest) else data
+
+
+def sealed(data: bytes) -> bytes:
+    """The JSON of an object (not an empty one), with the checksum of all of it as its last field."""
+    body = data[:-1]
+    return body + b',"checksum":"%s"}' % xxhash.xxh3_64_hexdigest(body).encode()
+
+
+def seal_holds(data: bytes) -> bool | None:
+    """Does it match the checksum that it ends with? None where it ends with none."""
+    found = _SEAL.search(data, max(0, len(data) - _SEAL_NBYTES))
+    return None if found is None else xxhash.xxh3_64_hexdigest(data[: found.start()]).encode() == found[1]
 
 
 def decode(kind: type[_T], data: bytes, *, key: str) -> _T:
@@ -275,13 +284,13 @@ def decode(kind: type[_T], data: bytes, *, key: str) -> _T:
 
 
 def _require_seal(data: bytes, key: str) -> None:
-    found = _SEAL.search(data, max(0, len(data) - _SEAL_NBYTES))
-    if found is None:
+    holds = seal_holds(data)
+    if holds is None:
         raise DamagedError(
             f"{key} ({len(data)} bytes) does not end with its checksum; load an older step",
             key=key,
         )
-    if xxhash.xxh3_64_hexdigest(data[: found.start()]).encode() != found[1]:
+    if not holds:
         raise DamagedError(
             f"{key} ({len(data)} bytes) does not match its checksum; load an older step",
             key=key,

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from surefoot.ckpt.errors import CkptWorldError, DamagedError, LineageError
-from surefoot.ckpt.manifest import ManifestRef, check_format, encode, manifest_refs
+from surefoot.ckpt.manifest import ManifestRef, check_format, encode, manifest_refs, seal_holds, sealed
 from surefoot.ckpt.store import ObjectExistsError, ObjectMissingError, ObjectStore, ObjectUnknownError
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
@@ -78,6 +78,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The controller's plan as plain values; None alone."""
 
 
+class _Seal(msgspec.Struct):
+    checksum: Any = None
+
+
 class RecordTakenError(CkptWorldError):
     """Somebody else created the record of that generation; `existing` is theirs."""
 
@@ -100,15 +104,20 @@ def record_key(generation: int) -> str:
 
 
 def encode_record(record: Record) -> bytes:
-    """Canonical bytes."""
-    return encode(record)
+    """Canonical bytes, ending with a checksum of their own: a digit that is another would let other checkpoints count."""
+    return sealed(encode(record))
 
 
 def decode_record(data: bytes, *, key: str = "record") -> Record:
-    """Raises FormatError (written by a newer version) or DamagedError, both naming `key`."""
+    """Raises FormatError (written by a newer version) or DamagedError, both naming `key`. A record without a checksum was written
+    by an older version."""
     try:
         check_format(data, key=key)
-        return msgspec.json.decode(data, type=Record)
+        record = msgspec.json.decode(data, type=Record)
+        holds = seal_holds(data)
+        if holds is False or (holds is None and msgspec.json.decode(data, type=_Seal).checksum is not None):
+            raise msgspec.DecodeError("it does not match its checksum")
+        return record
     except (DamagedError, msgspec.DecodeError, RecursionError) as e:
         what = e.__cause__ if isinstance(e, DamagedError) else e
         raise DamagedError(

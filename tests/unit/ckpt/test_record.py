@@ -45,9 +45,34 @@ def test_bytes_are_canonical_and_come_back() -> None:
     assert encode_record(decode_record(data)) == data
 
 
-def test_unknown_fields_are_ignored() -> None:
+def test_unknown_fields_are_ignored_and_older_versions_wrote_no_checksum() -> None:
     fields = msgspec.to_builtins(record()) | {"later": [1]}
     assert decode_record(msgspec.json.encode(fields)) == record()
+
+
+def test_no_flipped_bit_makes_another_record_of_it() -> None:
+    """One digit of the starting point would let other checkpoints count, and `gc --off-lineage` delete what did."""
+    data = encode_record(record())
+    refused = 0
+    for at in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            try:
+                assert decode_record(bytes(flipped), key="generations/0004.json") == record()
+            except (DamagedError, FormatError):
+                refused += 1
+    assert refused > 7 * len(data)
+
+
+def test_a_record_that_does_not_match_its_checksum_says_so() -> None:
+    data = encode_record(record())
+    for damaged in (data.replace(b'"step":20', b'"step":10'), data[:-3] + b'z"}'):
+        with pytest.raises(
+            DamagedError, match=r"generations/0004\.json .*match its checksum\): restore it from a backup"
+        ) as caught:
+            decode_record(damaged, key="generations/0004.json")
+        assert caught.value.key == "generations/0004.json"
 
 
 @pytest.mark.parametrize(
