@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -22,8 +23,9 @@ from surefoot.ckpt.objects.s3session import (
     Patience,
     patiently,
     pause_after,
+    require_endpoint,
 )
-from surefoot.ckpt.store import ObjectStoreUnavailableError, ObjectUnknownError
+from surefoot.ckpt.store import ObjectStoreUnavailableError, ObjectUnknownError, open_store
 
 
 def client_error(code: str, status: int, condition: str | None = None) -> ClientError:
@@ -202,3 +204,38 @@ def test_how_long_a_store_that_is_away_is_waited_for(short_pauses: None) -> None
         asyncio.run(patiently(back_at_the_fourth, call, patience(0.0)))
     tries = 0
     assert asyncio.run(patiently(back_at_the_fourth, call, patience(5.0))) == 4
+
+
+def test_whoever_waits_is_told_once_what_for(
+    short_pauses: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def back_at_the_fourth() -> None:
+        nonlocal tries
+        tries += 1
+        if tries % 4:
+            raise ConnectionRefusedError("refused")
+
+    tries = 0
+    call = Call(root="s3://slow", what="list", key="gen-")
+    patience = Patience(deadline=time.monotonic() + 60.0, try_s=1.0)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(patiently(back_at_the_fourth, call, patience))
+        assert caplog.messages == [], "a hiccup is nobody's business"
+        monkeypatch.setattr(s3session, "TOLD_AFTER_S", 0.0)
+        for _ in range(3):
+            asyncio.run(patiently(back_at_the_fourth, call, patience))
+    (said,) = caplog.messages
+    assert said.startswith(
+        "s3://slow: cannot list gen-: ConnectionRefusedError: refused; trying again for up to"
+    )
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_without_a_scheme_is_refused_before_the_first_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for good in ("", "http://localhost:99", "HTTPS://s3.example"):
+        require_endpoint({name: good})
+    monkeypatch.setenv(name, "localhost:99")
+    with pytest.raises(ValueError, match=f"{name}=localhost:99 .* needs http:// or https://"):
+        open_store("s3://b/x")
