@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateMismatchError
-from surefoot.ckpt.live.gathering import Load
+from surefoot.ckpt.live.gathering import Load, of_several
 from surefoot.ckpt.live.optimizer_load import OptimizerLoad
 from surefoot.ckpt.live.source import Source
 from surefoot.ckpt.live.walking import entries
@@ -56,9 +56,8 @@ def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, 
         refusal = _refusal(source, problems, load) if problems else ""
         unused = load.described(source.agree(load.wants, load.unused(), refusal))
         if strict:
-            problems += [
-                f"{n} is in the checkpoint and not in the state ({what})" for n, what in unused.items()
-            ]
+            abouts = {n: f" ({what})" for n, what in unused.items()}
+            problems += of_several(abouts, "in the checkpoint and not in the state")
         if problems:
             raise StateMismatchError(_refusal(source, problems, load))
         source.fill(load.wants)
@@ -73,6 +72,8 @@ def _gather(load: Load, state: Mapping[str, Any], rank: int) -> None:
     for entry in found:
         if isinstance(entry.value, Optimizer):
             OptimizerLoad(load, entry.name, entry.value).add()
+    if not load.problems:
+        load.settle()
 
 
 def _refusal(source: Source, problems: Sequence[str], load: Load) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,20 +16,37 @@ from surefoot.ckpt.errors import StateMismatchError
 from surefoot.ckpt.format.values import tensor_names
 from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.live.leaves import Leaf, dtype_name, leaf_of
+from surefoot.ckpt.live.overlaps import Claim, clashes, shares_within
 from surefoot.ckpt.live.placing import Placing, Ref
-from surefoot.ckpt.live.scratch import equal_bits, is_expanded, write_through
+from surefoot.ckpt.live.scratch import equal_bits, write_once, write_through
 from surefoot.ckpt.live.source import Source, Want
 from surefoot.ckpt.live.walking import (
     OF_RANK,
     Entry,
     Owners,
     extra_states,
+    identity,
     is_stateful,
     shared_tensors,
     state_access,
 )
 from surefoot.ckpt.live.wrapped import Wrapped, is_wrapped, unwrap
 from surefoot.ckpt.manifest import TensorMeta
+
+
+@dataclass(eq=False, slots=True)
+class _Filled:
+    """A live tensor that a load fills: what it claims of memory, and where its want stands."""
+
+    claim: Claim
+    tensor: torch.Tensor | Boxes
+    at: int
+    scratch: bool
+    """It is filled through other memory."""
+
+
+NAMED_MAX = 8
+"""Names that one sentence lists."""
 
 
 class Load(Placing):
@@ -48,6 +65,7 @@ class Load(Placing):
         self.ties: dict[str, tuple[str, ...]] = {}
         """All names of the tensor that has this one."""
         self._missing: dict[str, str] = {}
+        self._filled: list[_Filled] = []
 
     def add_all(self, found: Sequence[Entry]) -> None:
         """Everything but optimizers, which need the names of all parameters."""
@@ -93,7 +111,7 @@ class Load(Placing):
         missing = self._missing if self.strict else {}
         return [
             *self.problems,
-            *(f"{n} is not in the checkpoint{self._about(n, w)}" for n, w in missing.items()),
+            *of_several({n: self._about(n, w) for n, w in missing.items()}, "not in the checkpoint"),
         ]
 
     def missing_names(self) -> tuple[str, ...]:
@@ -174,7 +192,7 @@ class Load(Placing):
 
     # ---- tensors
 
-    def want(self, names: Sequence[str], tensor: torch.Tensor | Boxes) -> None:
+    def want(self, names: Sequence[str], tensor: torch.Tensor | Boxes, *, movable: bool = False) -> None:
         """Fill a live tensor that has these names."""
         if isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
             self._want_wrapped(names, tensor)
@@ -194,7 +212,7 @@ class Load(Placing):
                 return
         if isinstance(tensor, torch.Tensor):
             self.live.setdefault(found[0], tensor)
-        self.wants.append(Want(leaf=self._writable(leaf, tensor), stored=found[0]))
+        self._claim(leaf, tensor, found[0], movable=movable)
         if self.strict and isinstance(tensor, torch.Tensor):
             for other in found[1:]:
                 self._require_alike(names[0], tensor, leaf, found[0], other)
@@ -211,17 +229,78 @@ class Load(Placing):
             f"tensors are stored as they are; quantise the live one alike before the load"
         )
 
-    def _writable(self, leaf: Leaf, tensor: torch.Tensor | Boxes) -> Leaf:
-        """The leaf, with scratch memory instead of views that cannot simply be written to."""
+    def _claim(self, leaf: Leaf, tensor: torch.Tensor | Boxes, stored: str, *, movable: bool) -> None:
+        """With scratch memory instead of views that cannot simply be written to."""
         given = [t for _, t in tensor.parts] if isinstance(tensor, Boxes) else [tensor]
         lazy = any(t.is_conj() or t.is_neg() for t in given if not isinstance(t, DTensor))
-        if not lazy and not any(is_expanded(v) for v in leaf.views):
-            return leaf
         views = leaf.views if isinstance(tensor, DTensor) or not lazy else tuple(given[: len(leaf.views)])
-        scratch = tuple(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in views)
-        for view, filled in zip(views, scratch, strict=True):
-            self.checks.append(lambda v=view, f=filled: write_through(leaf.name, v, f))
-        return replace(leaf, views=scratch)
+        boxes = tuple([h.box for h in leaf.held])
+        claim = Claim(name=leaf.name, stored=stored, boxes=boxes, views=views, movable=movable)
+        scratch = lazy or any([shares_within(v) for v in views])
+        self._filled.append(_Filled(claim, tensor, len(self.wants), scratch))
+        self.wants.append(Want(leaf=leaf, stored=stored))
+
+    def settle(self) -> None:
+        """Give what would be filled over something else memory of its own. To be called when all is gathered."""
+        moved: dict[Any, torch.Tensor] = {}
+        contested: dict[int, int] = {}
+        for one, others in clashes([f.claim for f in self._filled]):
+            filled = self._filled[one]
+            if filled.claim.movable and isinstance(filled.tensor, torch.Tensor):
+                self._move(filled, moved)
+            else:
+                contested.update(dict.fromkeys(others, one))
+                contested[one] = others[0]
+        for filled in self._filled:
+            if filled.scratch:
+                for view, memory in zip(filled.claim.views, self._through_scratch(filled), strict=True):
+                    self.checks.append(lambda n=filled.claim.name, v=view, m=memory: write_through(n, v, m))
+        if contested:
+            self._write_contested(contested)
+
+    def _move(self, filled: _Filled, moved: dict[Any, torch.Tensor]) -> None:
+        """What stands in a value alone gets new memory, which its owner is given."""
+        tensor, claim = filled.tensor, filled.claim
+        assert isinstance(tensor, torch.Tensor), "declared boxes are no part of a value"
+        key = claim.stored, identity(tensor)
+        if (new := moved.get(key)) is None:
+            new = moved[key] = torch.empty_like(tensor, requires_grad=False)
+        self.move(claim.stored, tensor, new)
+        self.wants[filled.at] = Want(leaf=leaf_of(claim.name, new), stored=claim.stored)
+        filled.scratch = False
+
+    def _through_scratch(self, filled: _Filled) -> tuple[torch.Tensor, ...]:
+        want = self.wants[filled.at]
+        memory = tuple(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in filled.claim.views)
+        self.wants[filled.at] = replace(want, leaf=replace(want.leaf, views=memory))
+        return memory
+
+    def _write_contested(self, contested: dict[int, int]) -> None:
+        """What has to be filled where it lies, and shares elements: all of them are written, and then hold what they should, or they are no
+        views of one thing in the checkpoint."""
+        parts: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for i in sorted(contested):
+            filled = self._filled[i]
+            scratch = filled.scratch or self._through_scratch(filled)
+            memory = self.wants[filled.at].leaf.views if scratch is True else scratch
+            parts += [(i, v, m) for v, m in zip(filled.claim.views, memory, strict=True)]
+
+        def write() -> None:
+            for _, view, memory in parts:
+                write_once(view, memory)
+            for i, view, memory in parts:
+                if not equal_bits(view, memory):
+                    raise StateMismatchError(self._of_one_memory(i, contested[i]))
+
+        self.checks.append(write)
+
+    def _of_one_memory(self, i: int, j: int) -> str:
+        one, other = sorted((self._filled[i].claim, self._filled[j].claim), key=lambda c: c.name)
+        both = f"parts of {one.name}" if i == j else f"{one.name} and {other.name}"
+        return (
+            f"{both} share memory here, and have different values for it in {self.source.label}: untie them (clone one), or leave one of "
+            f"them out of the state and load with strict=False (tensors are overwritten already)"
+        )
 
     def _require_alike(self, name: str, tensor: torch.Tensor, leaf: Leaf, stored: str, other: str) -> None:
         """Tied here and not there: both must hold the same, or one of them would be lost."""
@@ -271,6 +350,17 @@ class Load(Placing):
                 self.fill_wrapped(f"{name}.{attribute}", ref, part)
             else:
                 self.want([ref.name], part)
+
+
+def of_several(abouts: Mapping[str, str], what: str) -> Iterator[str]:
+    """``a, b and 3 more are <what> (…)``: of names of which there is the same to say it is said once. PURE."""
+    names: dict[str, list[str]] = {}
+    for name, about in abouts.items():
+        names.setdefault(about, []).append(name)
+    for about, mine in names.items():
+        more = len(mine) - NAMED_MAX
+        listed = ", ".join(mine[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+        yield f"{listed} {'is' if len(mine) == 1 else 'are'} {what}{about}"
 
 
 def _kind(meta: TensorMeta) -> str:

@@ -51,14 +51,27 @@ class Placing(ABC):
         self.problems: list[str] = []
         self.live: dict[str, torch.Tensor] = {}
         """The live tensor for a stored one, to restore what is shared."""
+        self._holders: dict[int, list[Ref | Packed]] = {}
+        """What stands for a tensor in decoded values, by the tensor's id."""
 
     @abstractmethod
-    def want(self, names: Sequence[str], tensor: torch.Tensor | Boxes) -> None:
-        """Let the load fill a live tensor that has these names."""
+    def want(self, names: Sequence[str], tensor: torch.Tensor | Boxes, *, movable: bool = False) -> None:
+        """Let the load fill a live tensor that has these names. `movable`: it stands in a decoded value alone; see `move`."""
 
     @abstractmethod
     def fill_wrapped(self, name: str, there: Any, tensor: torch.Tensor) -> None:
         """Let the load fill the inner tensors of a live tensor subclass from a decoded one."""
+
+    def move(self, stored: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Let the values have `other` for this stored tensor instead of `tensor`."""
+        for holder in self._holders.get(id(tensor), ()):
+            ref = holder.ref if isinstance(holder, Packed) else holder
+            if self.source.aliases.get(ref.name, ref.name) == stored:
+                ref.tensor = other
+                if isinstance(holder, Packed):
+                    holder.live = None
+        if self.live.get(stored) is tensor:
+            self.live[stored] = other
 
     def decode(self, name: str) -> Any:
         return decode_value(self.source.values[name], name, Ref, _decode_leaf)
@@ -73,8 +86,10 @@ class Placing(ABC):
         match value:
             case Ref():
                 value.tensor = self._tensor_for(value, live, make)
+                self._holders.setdefault(id(value.tensor), []).append(value)
             case Packed():
                 value.ref.tensor = self._array_for(value, live)
+                self._holders.setdefault(id(value.ref.tensor), []).append(value)
             case Wrapped():
                 if not isinstance(live, torch.Tensor) or not is_wrapped(live):
                     self.problems.append(
@@ -118,7 +133,7 @@ class Placing(ABC):
         else:
             plain = isinstance(live, torch.Tensor) and not isinstance(live, DTensor)
             tensor = torch.empty(meta.shape, dtype=dtype, device=live.device if plain else None)
-        self.want([ref.name], tensor)
+        self.want([ref.name], tensor, movable=True)
         return tensor
 
     def _array_for(self, packed: Packed, live: Any) -> torch.Tensor:
@@ -129,7 +144,7 @@ class Placing(ABC):
             if fits and live.flags.writeable and all(s >= 0 for s in live.strides):
                 packed.live = live
                 tensor = torch.from_numpy(live)
-                self.want([packed.ref.name], tensor)
+                self.want([packed.ref.name], tensor, movable=True)
                 return tensor
         return self._tensor_for(packed.ref, None, None)
 

@@ -150,6 +150,7 @@ DOORS: dict[str, tuple[str, ...]] = {
             *(
                 "ckpt.live.optimizer_load",
                 "ckpt.live.optimizers",
+                "ckpt.live.overlaps",
                 "ckpt.live.placing",
                 "ckpt.live.scratch",
                 "ckpt.live.walking",
