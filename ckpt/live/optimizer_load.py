@@ -183,6 +183,9 @@ class OptimizerLoad:
                 f"{self._name} has {len(self._optimizer.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
             )
             return
+        if load.strict and (other := self._of_another_kind(groups)):
+            load.problems.append(f"{other}; the groups are in {load.source.where(stored)}")
+            return
         for number, group in enumerate(self._optimizer.param_groups):
             there = origin.get(number, number)
             saved = groups[there]
@@ -194,6 +197,22 @@ class OptimizerLoad:
                     )
             load.reserve(saved, group, f"{stored}.{there}", None)
             load.later.append(lambda group=group, saved=saved: group.update(load.build(saved)))
+
+    def _of_another_kind(self, groups: list[dict[str, Any]]) -> str:
+        """Both sides have settings that the other has not: said once, and not of every setting of every group. '' where it is not so."""
+        here = {key for group in self._optimizer.param_groups for key in settings_of(group)}
+        there = {key for group in groups for key in group}
+        more, less = sorted(there - here - _OF_SCHEDULERS), sorted(here - there - _OF_SCHEDULERS)
+        if not more or not less:
+            return ""
+        return (
+            f"{self._what}, seems to be of another kind than the optimizer that was saved, which has {', '.join(more)} and no "
+            f"{', '.join(less)}: build the same kind, or leave it out of the state and load with strict=False"
+        )
+
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr"})
+"""Settings that torch's schedulers add to groups."""
 
 
 def _a(noun: str) -> str:

@@ -34,6 +34,7 @@ from surefoot.ckpt.format.plain import encode_plain
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
+from surefoot.ckpt.loading.reading import ADVICE
 from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_start
 from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
 from surefoot.ckpt.record import StartRef, read_records
@@ -300,7 +301,7 @@ class Checkpointer:
             self._cadence.loaded(loaded.facts)
             if channel.rank == 0:
                 for passed, why in loaded.passed_over:
-                    _log.warning("step %d was passed over: %s", passed, why)
+                    _log.warning("step %d was passed over: %s", passed, why.removesuffix(ADVICE))
         return loaded
 
     def _opened(self) -> Channel:
@@ -367,6 +368,7 @@ class Checkpointer:
         begun, told = time.monotonic(), handle.told
         try:
             handle.settle()
+            self._own.note_committed(handle.step)
         except Exception as e:
             if isinstance(e, FencedError):
                 self._fenced = e
@@ -487,6 +489,7 @@ class Checkpointer:
     ) -> tuple[Word, Exception | None]:
         """Can this rank save that? What is given in `plain` becomes what is stored of it."""
         try:
+            self._own.require_new(step)
             plain |= {name: encode_plain(name, given) for name, given in plain.items()}
             fresh = self._equipped().live.look(state)
             return Word(step=step, root=self._store.root, fresh=fresh), None

@@ -421,6 +421,19 @@ def test_groups_that_were_built_otherwise() -> None:
         stager(other).restore(buf)
 
 
+def test_of_several_entries_the_same_is_said_once() -> None:
+    saved = {f"a{i}": torch.ones(2) for i in range(12)}
+    buf = snapshot({**saved, "at": 1})
+    with pytest.raises(StateMismatchError) as refused:
+        stager({"at": 1}).restore(buf)
+    said = str(refused.value)
+    assert (
+        "a0, a1, a10, a11, a2, a3, a4, a5 and 4 more are in the checkpoint and not in the state (float32[2], in that snapshot)"
+        in said
+    )
+    assert said.count("not in the state") == 1
+
+
 def test_a_checkpoint_without_the_optimizer() -> None:
     buf = snapshot({"model": build()["model"]})
     with pytest.raises(

@@ -212,6 +212,20 @@ def test_a_key_missing_in_the_second_group(files: str) -> None:
     assert fresh["optim"].param_groups[1]["betas"] == (0.5, 0.6)
 
 
+def test_an_optimizer_of_another_kind_is_said_to_be_one_once(files: str) -> None:
+    """Not of every setting of every group."""
+    ckpt.save(files, 1, build(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)))
+    with pytest.raises(StateMismatchError) as refused:
+        ckpt.load(files, build(torch.optim.AdamW))
+    said = str(refused.value)
+    assert (
+        "optim, an AdamW, seems to be of another kind than the optimizer that was saved, which has dampening, momentum, nes"
+        in said
+    )
+    assert "and no amsgrad, betas," in said
+    assert "a setting of parameter group" not in said
+
+
 def tamper(root: str, change: Callable[[Manifest], Manifest]) -> None:
     store = open_store(root)
     key = manifest_key(1, 1)
