@@ -22,6 +22,7 @@ from surefoot.ckpt.keeping.orphans import (
     generations_over,
     orphans,
     sort_out,
+    unnamed,
 )
 from surefoot.ckpt.keeping.retention import Retention, Verdict, held_of, judge, objects_of
 from surefoot.ckpt.manifest import (
@@ -208,7 +209,7 @@ def plan_gc(
     waiting = [
         keys
         for ref, keys in seen.holdings.attempts.items()
-        if (ref.generation, ref.step) not in seen.named
+        if unnamed(ref, seen.named)
         and ref not in gone
         and ref.generation >= seen.over_below
         and not all(key.endswith("/ledger.json") for key in keys)  # of a checkpoint that retention let go

@@ -1,13 +1,12 @@
 """What lies under a root and belongs to nothing that counts, or ever will. PURE; ckpt/keeping/cleaning.py deletes it.
 
-An *orphan* is an attempt that no manifest names and that can no longer be committed:
+An *orphan* is an attempt that no manifest names and whose generation is over: a higher generation has *committed* a
+checkpoint. A higher record alone is not enough. As long as the new generation is forming, a manifest of the old one may still
+appear and win: the number is burnt then, and the next record starts from it (record.py). Once a higher generation has
+committed something, nobody goes back there.
 
-- its step was committed by another attempt (the manifest's key is taken); or
-- its generation is over: a higher generation has *committed* a checkpoint. A higher record alone is not enough. As long as
-  the new generation is forming, a manifest of the old one may still appear and win: the number is burnt then, and the next
-  record starts from it (record.py). Once a higher generation has committed something, nobody goes back there.
-
-So nothing of the newest generation that may be in flight is ever an orphan, unless its step has been committed.
+So nothing of the newest generation that has committed is ever an orphan, whatever its step: it may be in flight. That its
+step was committed by another attempt does not make it one: whoever writes it has not heard of that yet.
 
 What starts leave that die one after the other before any of them commits waits for the first that does. An operator may
 name an age instead (`abandoned`): what is of a start that was followed by another, and older than a save can take, nobody
@@ -37,7 +36,6 @@ _BESIDE_KEY = re.compile(
 _OTHER_KEY = re.compile(r"generations/\d{4,}\.json|gen-\d{4,}/step-\d{10,}/manifest\.json")
 
 OrphanReason = Literal[
-    "its step was committed by another attempt",
     "its generation is over",
     "another start followed, and nobody has touched it since",
 ]
@@ -90,6 +88,11 @@ def generations_over(manifests: Iterable[ManifestRef], records: Collection[int])
     return max((m.generation for m in manifests if m.generation in records), default=0)
 
 
+def unnamed(ref: AttemptRef, named: Mapping[tuple[int, int], str | None]) -> bool:
+    """Is it certain that no manifest names this attempt? `named`: see `orphans`. PURE."""
+    return named.get((ref.generation, ref.step), "") not in (None, ref.attempt)
+
+
 def orphans(
     holdings: Holdings,
     named: Mapping[tuple[int, int], str | None],
@@ -107,15 +110,9 @@ def orphans(
     """
     found: list[Orphan] = []
     for ref, keys in sorted(holdings.attempts.items()):
-        at = (ref.generation, ref.step)
-        if at in named:
-            if named[at] is None or named[at] == ref.attempt:
-                continue
-            reason: OrphanReason = "its step was committed by another attempt"
-        elif ref.generation < over_below:
-            reason = "its generation is over"
-        else:
+        if ref.generation >= over_below or not unnamed(ref, named):
             continue
+        reason: OrphanReason = "its generation is over"
         gone = [key for key in sorted(keys) if not _is_evidence(key, ledgers)]
         if gone:
             nbytes = sum(keys[key] for key in gone)

@@ -368,6 +368,7 @@ class Checkpointer:
         begun, told = time.monotonic(), handle.told
         try:
             handle.settle()
+            self._own.note_committed(handle.step)
         except Exception as e:
             if isinstance(e, FencedError):
                 self._fenced = e
@@ -488,6 +489,7 @@ class Checkpointer:
     ) -> tuple[Word, Exception | None]:
         """Can this rank save that? What is given in `plain` becomes what is stored of it."""
         try:
+            self._own.require_new(step)
             plain |= {name: encode_plain(name, given) for name, given in plain.items()}
             fresh = self._equipped().live.look(state)
             return Word(step=step, root=self._store.root, fresh=fresh), None

@@ -133,10 +133,13 @@ def _prepare(
     writers: int,
     give_up: float,
     facts: Mapping[str, Any],
-) -> Manifest | GivenUp:
+) -> Manifest | Lost | GivenUp:
     """Everything up to the manifest, whose ledger is stored already. What fails here leaves nothing committed."""
     try:
-        parts, sizes = _await_parts(store, generation, step, attempt, writers, give_up)
+        awaited = _await_parts(store, generation, step, attempt, writers, give_up)
+        if isinstance(awaited, Lost):
+            return awaited
+        parts, sizes = awaited
         manifest, rows = merge_parts(
             parts, sizes, generation=generation, step=step, attempt=attempt, facts=facts
         )
@@ -149,18 +152,25 @@ def _prepare(
 
 def _await_parts(
     store: ObjectStore, generation: int, step: int, attempt: str, writers: int, give_up: float
-) -> tuple[list[PartRecord], dict[str, int]]:
-    """All part records, and the sizes of all objects of the attempt. A failure that is reported ends the wait at once."""
+) -> tuple[list[PartRecord], dict[str, int]] | Lost:
+    """All part records, and the sizes of all objects of the attempt. A failure that is reported ends the wait at once, and so does
+    a manifest of another attempt."""
+    mine = attempt_prefix(generation, step, attempt)
     wanted = {part_key(generation, step, attempt, w): w for w in range(writers)}
     parts: dict[str, PartRecord] = {}
     pause_s = FIRST_POLL_S
     while True:
         trouble = ""
         try:
-            sizes = {o.key: o.size for o in store.list(attempt_prefix(generation, step, attempt))}
+            listed = {o.key: o.size for o in store.list(step_prefix(generation, step))}
+            sizes = {key: size for key, size in listed.items() if key.startswith(mine)}
             parts |= _read_parts(store, sorted(wanted.keys() & sizes.keys() - parts.keys()))
             if len(parts) == writers or any(p.failure for p in parts.values()):
                 return [parts[key] for key in sorted(parts)], sizes
+            if (key := manifest_key(generation, step)) in listed:
+                found = _read_back(store, key, None)
+                if found is not None and found.attempt != attempt:
+                    return Lost(winner_attempt=found.attempt)
         except ObjectStoreUnavailableError as e:
             trouble = f"; {e}"
         if time.monotonic() + pause_s > give_up:

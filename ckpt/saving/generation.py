@@ -61,6 +61,7 @@ class OwnGeneration:
         self._start = StartRef()
         self._seen: frozenset[ManifestRef] = frozenset()
         self._opened: Opened | None = None
+        self._committed: set[int] = set()
 
     def look_around(self) -> None:
         """Before a load, on rank 0: what a later start than this one finds beyond these was not there for the load to take."""
@@ -69,6 +70,19 @@ class OwnGeneration:
     def goes_on_from(self, start: StartRef) -> None:
         """That was loaded; the next save opens a generation that continues it."""
         self._start, self._opened = start, None
+        self._committed.clear()
+
+    def note_committed(self, step: int) -> None:
+        """In the generation that is open. All ranks hear it with the outcome."""
+        self._committed.add(step)
+
+    def require_new(self, step: int) -> None:
+        """Raises CkptUserError where this generation has committed `step`: its manifest is never replaced."""
+        if step in self._committed:
+            raise CkptUserError(
+                f"step {step} is committed already by this start, and no checkpoint is ever replaced: save under another number, or "
+                f"load an older step first and go on from there"
+            )
 
     def open(self, step: int, channel: Channel) -> Opened:
         """Once per start; its first save is of `step`. Collective.

@@ -441,6 +441,33 @@ def test_what_is_no_step_and_no_plain_cursor(tmp_path: Path) -> None:
     assert ckpt.steps(tmp_path) == [1, 2**62]
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_step_is_saved_once_and_a_lower_one_may_follow(root: str, *, blocking: bool) -> None:
+    with ckpt.Checkpointer(root) as c:
+        c.save(5, {"w": torch.ones(3)})
+        with pytest.raises(CkptUserError, match="step 5 is committed already by this start"):
+            c.save(5, {"w": torch.zeros(3)}, blocking=blocking)
+        assert c.save(5, {"w": torch.zeros(3)}, force=True).done(), "that is it"
+        c.save(3, {"w": torch.full((3,), 3.0)}, blocking=blocking).wait()
+        stored = list(Path(root.removeprefix("file://")).glob("gen-*/step-*/*/"))
+        assert len(stored) == 2, "what is refused stores nothing"
+        c.load({"w": torch.zeros(3)}, step=3)
+        c.save(5, {"w": torch.full((3,), 5.0)}, blocking=blocking).wait()
+    assert ckpt.read(root, 5, "w")[0] == 5.0
+
+
+def test_a_step_whose_save_failed_may_be_saved_again(root: str) -> None:
+    with ckpt.Checkpointer(root) as c:
+        failpoint.arm(failpoint.parse("upload.before_objects=error"))
+        try:
+            with pytest.raises(CommitError):
+                c.save(5, {"w": torch.zeros(3)}).wait()
+        finally:
+            failpoint.arm(None)
+        c.save(5, {"w": torch.ones(3)}).wait()
+    assert ckpt.read(root, 5, "w")[0] == 1.0
+
+
 def test_cursor_and_extra_come_back_equal(tmp_path: Path) -> None:
     """`inf` is what a best loss starts with."""
     cursor = {"at": (3, [1, 2.5]), "seed": 2**80}

@@ -189,6 +189,14 @@ def test_the_second_of_two_attempts_loses(store: FaultyStore) -> None:
     assert read_manifest(store, 1, 20).attempt == B
 
 
+def test_an_attempt_whose_step_is_taken_does_not_wait_for_its_parts(store: FaultyStore) -> None:
+    images = make_images(arrays(), 2)
+    upload(store, images, attempt=B)
+    assert isinstance(commit(store, attempt=B), tiers.Committed)
+    upload(store, images[:1], attempt=A)
+    assert commit(store, attempt=A, deadline_s=100) == tiers.Lost(winner_attempt=B)
+
+
 @pytest.mark.parametrize("script", [["done"], ["lost"], ["lost", "done"]])
 def test_a_lost_answer_is_settled_by_reading_back(store: FaultyStore, script: list[str | Exception]) -> None:
     store.script["manifest.json"] = script
