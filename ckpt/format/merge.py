@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from surefoot.ckpt.errors import CommitError, StateError
 from surefoot.ckpt.format.sound import require_sound_contents
-from surefoot.ckpt.format.values import first_difference
+from surefoot.ckpt.format.values import first_difference, tensor_names
 from surefoot.ckpt.manifest import (
     DataObject,
     LedgerRow,
@@ -67,7 +69,7 @@ def merge_parts(
         tensors=tensors,
         aliases=_merged_aliases(ranks, tensors, where),
         objects=tuple(objects),
-        values=_merged(ranks, "values", where),
+        values=_merged_values(ranks, where),
         cursor=_equal_cursor(ranks, where),
         extras={str(r.rank): r.extra for r in ranks if r.extra is not None},
         facts=dict(facts),
@@ -128,32 +130,54 @@ def _merged_aliases(
     return dict(sorted(merged.items()))
 
 
-def _merged(ranks: Sequence[RankPart], field: str, where: str) -> dict[str, Any]:
-    """The union of a mapping over all ranks, who must agree where they have the same name."""
+def _alike(value: Any) -> bytes:
+    """The same for two values that are the same to the last bit. For `==` 1 is True, and 0.0 is -0.0."""
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def _merged_values(ranks: Sequence[RankPart], where: str) -> dict[str, Any]:
+    """The union over all ranks, who must agree where they have the same name."""
     merged: dict[str, Any] = {}
+    encoded: dict[str, bytes] = {}
+    seen: set[bytes] = set()
     for r in ranks:
-        for name, value in getattr(r, field).items():
-            if merged.setdefault(name, value) != value:
-                raise _values_differ(ranks, field, name, where)
+        if (mine := _alike(r.values)) in seen:
+            continue  # most ranks have all the same
+        seen.add(mine)
+        for name, value in r.values.items():
+            merged.setdefault(name, value)
+            if encoded.setdefault(name, this := _alike(value)) != this:
+                raise _values_differ(ranks, name, where)
+    _require_one_kind(ranks, merged, where)
     return dict(sorted(merged.items()))
 
 
-def _values_differ(ranks: Sequence[RankPart], field: str, name: str, where: str) -> CommitError:
+def _values_differ(ranks: Sequence[RankPart], name: str, where: str) -> CommitError:
     """Who has what, where two of the values begin to differ."""
-    holders: list[tuple[Any, list[int]]] = []
+    holders: dict[bytes, tuple[Any, list[int]]] = {}
     for r in ranks:
-        if name in (values := getattr(r, field)):
-            known = next((found for value, found in holders if value == values[name]), None)
-            if known is None:
-                holders.append((values[name], known := []))
-            known.append(r.rank)
-    (one, some), (other, others) = holders[:2]
+        if name in r.values:
+            holders.setdefault(_alike(r.values[name]), (r.values[name], []))[1].append(r.rank)
+    (one, some), (other, others) = list(holders.values())[:2]
     at, a, b = first_difference(one, other, name)
     more = f", and {len(holders) - 2} other values on further ranks" if len(holders) > 2 else ""
     return CommitError(
         f"{where}: replicas differ: {at} is {_short(a)} on ranks {some[:NAMED_MAX]} and {_short(b)} on ranks {others[:NAMED_MAX]}{more}; "
         f"a value must be the same on all ranks that have it: where each rank has its own, wrap it in ckpt.PerRank"
     )
+
+
+def _require_one_kind(ranks: Sequence[RankPart], values: Mapping[str, Any], where: str) -> None:
+    """A name is a tensor's or a value's on all ranks, unless the value is that tensor."""
+    tensors = {name for r in ranks for names in (r.tensors, r.aliases) for name in names}
+    for name in sorted(tensors & values.keys()):
+        if name not in tensor_names(values[name]):
+            some = [r.rank for r in ranks if name in r.tensors or name in r.aliases]
+            others = [r.rank for r in ranks if name in r.values]
+            raise CommitError(
+                f"{where}: replicas differ: {name} is a tensor on ranks {some[:NAMED_MAX]} and {_short(values[name])} on ranks "
+                f"{others[:NAMED_MAX]}; where each rank has its own, wrap it in ckpt.PerRank or give it another name"
+            )
 
 
 def _merged_ledger(ranks: Iterable[RankPart], where: str) -> tuple[LedgerRow, ...]:
@@ -170,8 +194,9 @@ def _merged_ledger(ranks: Iterable[RankPart], where: str) -> tuple[LedgerRow, ..
 
 
 def _equal_cursor(ranks: Sequence[RankPart], where: str) -> dict[str, Any] | None:
+    of_first = _alike(ranks[0].cursor)
     for r in ranks[1:]:
-        if r.cursor != ranks[0].cursor:
+        if _alike(r.cursor) != of_first:
             raise CommitError(f"{where}: the loader's cursor of rank {r.rank} differs from that of rank 0")
     return ranks[0].cursor
 

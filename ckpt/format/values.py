@@ -325,16 +325,20 @@ def tensor_names(encoded: Any) -> list[str]:
 
 
 def first_difference(a: Any, b: Any, path: str) -> tuple[str, Any, Any]:
-    """Where two encoded values that are not equal begin to differ, and what is there."""
+    """Where two encoded values begin to differ, which they do, and what is there. 1 is not True, and 0.0 not -0.0."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         items = zip(cast("list[Any]", a), cast("list[Any]", b), strict=True)
-        i, x, y = next((i, x, y) for i, (x, y) in enumerate(items) if x != y)
+        i, x, y = next((i, x, y) for i, (x, y) in enumerate(items) if _unlike(x, y))
         return first_difference(x, y, f"{path}.{i}")
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        kind, x, y = next((k, a[k], b[k]) for k in cast("dict[str, Any]", a) if a[k] != b[k])
-        pairs = kind in _MAPPING_KINDS and [k for k, _ in x] == [k for k, _ in y]
+        kind, x, y = next((k, a[k], b[k]) for k in cast("dict[str, Any]", a) if _unlike(a[k], b[k]))
+        pairs = kind in _MAPPING_KINDS and not _unlike([k for k, _ in x], [k for k, _ in y])
         if not pairs:
             return first_difference(x, y, path) if kind == "tuple" else (path, x, y)
-        key, x, y = next((k, v, w) for (k, v), (_, w) in zip(x, y, strict=True) if v != w)
+        key, x, y = next((k, v, w) for (k, v), (_, w) in zip(x, y, strict=True) if _unlike(v, w))
         return first_difference(x, y, f"{path}.{key}")
     return path, a, b
+
+
+def _unlike(a: Any, b: Any) -> bool:
+    return json.dumps(a, sort_keys=True) != json.dumps(b, sort_keys=True)

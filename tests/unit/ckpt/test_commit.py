@@ -500,6 +500,43 @@ def test_merge() -> None:
     assert decode(Manifest, encode(m), key="m") == m
 
 
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (True, 1.0), (0.0, -0.0), (0, False)])
+@pytest.mark.parametrize(
+    ("wrap", "at"),
+    [
+        (lambda v: v, "a"),
+        (lambda v: [0, v], "a.1"),
+        (lambda v: {"dict": [["k", v]]}, "a.k"),
+        (lambda v: {"tuple": [v]}, "a.0"),
+    ],
+)
+def test_values_that_are_equal_and_not_alike_differ(
+    one: Any, other: Any, wrap: Callable[[Any], Any], at: str
+) -> None:
+    told = f"{at} is {one!r} on ranks [0] and {other!r} on ranks [1]"
+    with pytest.raises(CommitError, match=re.escape(told)):
+        merged(part(0, 2, values={"a": wrap(one)}), part(1, 2, values={"a": wrap(other)}))
+    with pytest.raises(CommitError, match="cursor of rank 1 differs"):
+        merged(part(0, 2, cursor={"p": wrap(one)}), part(1, 2, cursor={"p": wrap(other)}))
+
+
+def test_the_order_of_a_cursor_makes_no_difference() -> None:
+    assert merged(part(0, 2, cursor={"p": 1, "q": 2}), part(1, 2, cursor={"q": 2, "p": 1})).cursor == {
+        "p": 1,
+        "q": 2,
+    }
+
+
+@pytest.mark.parametrize("field", ["tensors", "aliases"])
+def test_a_name_is_a_tensors_or_a_values_on_all_ranks(field: str) -> None:
+    tied = {"aliases": {"x": "w1"}} if field == "aliases" else {}
+    name = "x" if tied else "w1"
+    with pytest.raises(CommitError, match=rf"{name} is a tensor on ranks \[1\] and 5 on ranks \[0\]"):
+        merged(part(0, 2, values={name: 5}), part(1, 2, **tied))
+    of_it = {"w1": {"tensor": "w1"}}
+    assert merged(part(0, 2), part(1, 2, values=of_it)).values == of_it
+
+
 def test_a_name_that_is_tied_on_one_rank_and_stored_on_another_is_stored() -> None:
     """Rank 0 holds w0 and knows it as w1 too; rank 1 holds w1 alone."""
     m = merged(part(0, 2, aliases={"w1": "w0", "x": "w0"}), part(1, 2, aliases={"x": "w1"}))
