@@ -1,7 +1,7 @@
 """Import: tensors from elsewhere become a committed checkpoint. Torch-free.
 
-A `Foreign` says what there is and hands out the bytes box by box, in the order in which they are written; so whatever the
-size, memory is one box. It becomes one data object, one part and one manifest, under a generation of its own that continues
+A `Foreign` says what there is and hands out the bytes box by box, in the order in which they are written, a box in chunks; so
+whatever the size, memory is a few chunks. It becomes one data object, one part and one manifest, under a generation of its own that continues
 from the newest step of the root, exactly as a save does.
 
 Safetensors files (a file, or a folder with or without a Hugging Face index) are read here, torch DCP folders in ckpt/tools/dcp/.
@@ -10,14 +10,14 @@ Safetensors files (a file, or a folder with or without a Hugging Face index) are
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import xxhash
@@ -46,6 +46,7 @@ from surefoot.ckpt.saving.generation import open_generation
 from surefoot.ckpt.saving.upload import safetensors_header
 from surefoot.ckpt.store import ObjectStore
 from surefoot.ckpt.tools.exporting import INDEX, local_folder
+from surefoot.ckpt.tools.words import local
 
 PUT_NBYTES = 4 * 2**20
 DEADLINE_S = 24 * 3600.0
@@ -64,13 +65,13 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """What is to be imported. `pieces` make up every tensor; `read(name, box)` gives the bytes of one, row-major. `values` are
-    encoded as ckpt/format/values.py does."""
+    """What is to be imported. `pieces` make up every tensor; `read(name, box)` gives the bytes of one, row-major, chunk
+    after chunk. `values` are encoded as ckpt/format/values.py does."""
 
     label: str
     tensors: Mapping[str, TensorMeta]
     pieces: Sequence[tuple[str, Box]]
-    read: Callable[[str, Box], memoryview | bytes]
+    read: Callable[[str, Box], Iterable[memoryview | bytes]]
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
     cursor: dict[str, Any] | None = None
@@ -170,14 +171,17 @@ def _upload(
         upload.put(memoryview(header))
         tell = stepwise(progress, nbytes)
         for name, box in ((p.name, p.box) for p in placed):
-            data = memoryview(foreign.read(name, box)).cast("B")
-            if len(data) != nbytes_of(foreign.tensors[name], box):
-                raise DamagedError(f"{foreign.label}: {name} {box} has {len(data)} bytes", key=name)
-            for a in range(0, len(data), PUT_NBYTES):
-                chunk = data[a : a + PUT_NBYTES]
-                sums.update(chunk)
-                upload.put(chunk)
-                tell(len(chunk))
+            taken = 0
+            for read in foreign.read(name, box):
+                data = memoryview(read).cast("B")
+                taken += len(data)
+                for a in range(0, len(data), PUT_NBYTES):
+                    chunk = data[a : a + PUT_NBYTES]
+                    sums.update(chunk)
+                    upload.put(chunk)
+                    tell(len(chunk))
+            if taken != nbytes_of(foreign.tensors[name], box):
+                raise DamagedError(f"{foreign.label}: {name} {box} has {taken} bytes", key=name)
             upload.drain()
         upload.finish()
     except BaseException:
@@ -229,28 +233,71 @@ class _BlockSums:
 def open_safetensors(source: str | os.PathLike[str], *, prefix: str = "model.") -> Foreign:
     """A safetensors file, or a folder of them; `prefix` is put before each name.
 
-    Raises: CkptUserError (no such files; two with one name), DamagedError (a file is none, or is cut off).
+    Raises: CkptUserError (no such files, or none that can be read; two tensors with one name; a second name of two tensors),
+        DamagedError (a file is none, or is cut off).
     """
     folder = local_folder(source)
-    files = _files_of(folder)
-    found: dict[str, tuple[memoryview, StTensor]] = {}
-    ties: dict[str, str] = {}
-    for path in files:
-        data, tensors, about = _open_file(path)
-        ties |= about
-        for t in tensors:
-            if t.name in found:
-                raise CkptUserError(f"{folder}: {t.name} stands in two files, the second is {path.name}")
-            found[t.name] = data[t.begin : t.end], t
+    found: dict[str, tuple[_StFile, StTensor]] = {}
+    said: list[dict[str, str]] = []
+    with local("read", str(folder)):
+        for path in _files_of(folder):
+            file, tensors, about = _open_file(path)
+            said.append(about)
+            for t in tensors:
+                if t.name in found:
+                    raise CkptUserError(f"{folder}: {t.name} stands in two files, the second is {path.name}")
+                found[t.name] = file, t
+
+    def read(name: str, box: Box) -> Iterator[bytes]:
+        file, t = found[name.removeprefix(prefix)]
+        return file.chunks(t.begin, t.end)
 
     metas = {prefix + n: TensorMeta(dtype=t.dtype, shape=t.shape) for n, (_, t) in found.items()}
+    ties = _ties(said, found, folder)
     return Foreign(
         label=str(folder),
         tensors=metas,
         pieces=[(n, whole(m.shape)) for n, m in metas.items() if 0 not in m.shape],
-        read=lambda name, box: found[name.removeprefix(prefix)][0],
-        aliases={prefix + a: prefix + b for a, b in ties.items() if b in found and a not in found},
+        read=read,
+        aliases={prefix + second: prefix + kept for second, kept in ties.items()},
     )
+
+
+def _ties(said: Iterable[Mapping[str, str]], tensors: Collection[str], folder: Path) -> dict[str, str]:
+    """Second names to the tensors that they are names of, from the metadata of all files.
+
+    ``second name: kept name`` is how `safetensors.torch.save_model`, `huggingface_hub` and our export write ties, among whatever
+    else the metadata say. So a value that is no tensor's name says nothing, and nor do the words that stand there by convention
+    (`_may_tie`). A second name may lead to another. What has data of its own is tied to nothing.
+
+    Raises CkptUserError: a name leads to two tensors.
+    """
+    seconds: dict[str, dict[str, None]] = {}
+    for about in said:
+        if about.get("format") != "surefoot":  # a data object: generation, step and ranks
+            for second, kept in about.items():
+                if second not in tensors and _may_tie(second, kept):
+                    seconds.setdefault(kept, {})[second] = None
+    ties: dict[str, str] = {}
+    for kept in tensors:
+        leading_here = [kept]
+        while leading_here:
+            for second in seconds.get(leading_here.pop(), ()):
+                if second not in ties:
+                    ties[second] = kept
+                    leading_here.append(second)
+                elif ties[second] != kept:
+                    raise CkptUserError(
+                        f"{folder}: by the metadata of its files {second} is another name of {ties[second]} and of {kept}: files of "
+                        f"different models? Import each into a root of its own, or mend their metadata"
+                    )
+    return ties
+
+
+def _may_tie(second: str, kept: str) -> bool:
+    """Whether this pair can be meant as a tie: ``format: pt`` never is, nor is a number of something (``epoch: 3``); lists of
+    parameters have numbers for names, but then all of them are."""
+    return second != "format" and (second.isdecimal() or not kept.isdecimal())
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -268,7 +315,8 @@ def _files_of(folder: Path) -> list[Path]:
             f"{folder} is a root of Surefoot's own checkpoints: it is loaded from as it is (ckpt.load), or copied as a folder; there is "
             f"nothing to import"
         )
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")):
+    pickles = (p for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt") and p.is_file())
+    for path in sorted(pickles):
         _require_no_pickle(path)
     raise CkptUserError(f"{folder} holds no *.safetensors")
 
@@ -308,14 +356,51 @@ def _indexed(index: Path) -> list[str]:
     return names
 
 
-def _open_file(path: Path) -> tuple[memoryview, list[StTensor], dict[str, str]]:
-    """The data section (mapped: nothing is read yet), its tensors, and the metadata."""
-    with open(path, "rb") as f:
+@dataclass(frozen=True, slots=True)
+class _StFile:
+    """A safetensors file whose header was read. It is not mapped: who cuts it off meanwhile would kill us (SIGBUS)."""
+
+    path: Path
+    data_start: int
+    seen: tuple[int, ...]
+
+    def chunks(self, begin: int, end: int) -> Iterator[bytes]:
+        """These bytes of the data section. Raises: DamagedError (it is not the file any more that it was), CkptUserError (it
+        cannot be opened)."""
+        with local("read", str(self.path)), open_regular(self.path) as f:
+            at, stop = self.data_start + begin, self.data_start + end
+            while at < stop and (data := os.pread(f.fileno(), min(PUT_NBYTES, stop - at), at)):
+                yield data
+                at += len(data)
+            if at < stop or _version(f) != self.seen:
+                raise DamagedError(
+                    f"{self.path} was changed while it was read: import it again when nobody writes to it",
+                    key=self.path.name,
+                )
+
+
+def _open_file(path: Path) -> tuple[_StFile, list[StTensor], dict[str, str]]:
+    """The file, its tensors, and the metadata; no data are read yet."""
+    with open_regular(path) as f:
+        seen = _version(f)
         size = os.fstat(f.fileno()).st_size
         length = header_nbytes(f.read(8), size, key=str(path))
         tensors, about = decode_header(f.read(length), size - 8 - length, key=str(path))
-        mapped = memoryview(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ))
-    return mapped[8 + length :], tensors, about
+    return _StFile(path, 8 + length, seen), tensors, about
+
+
+def _version(f: BinaryIO) -> tuple[int, ...]:
+    s = os.fstat(f.fileno())
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Raises: CkptUserError (a folder, or a pipe, which might never end), OSError."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise CkptUserError(f"{path} is {what} and no file: move it away, or name what is to be imported")
+    return open(path, "rb")
 
 
 def detect(source: str | os.PathLike[str]) -> str:

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.filesystem import (
 )
 
 from surefoot.ckpt.errors import CkptUserError, DamagedError
+from surefoot.ckpt.tools.importing import open_regular
+from surefoot.ckpt.tools.words import local
 
 METADATA = ".metadata"
 
@@ -74,10 +76,12 @@ def read_metadata(folder: Path) -> dcp_metadata.Metadata:
     Raises: CkptUserError (no DCP folder), UntrustedPickleError, DamagedError.
     """
     path = folder / METADATA
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as e:
-        raise CkptUserError(f"{folder} is no DCP folder: it has no {METADATA}") from e
+    with local("read", str(folder)):
+        try:
+            with open_regular(path) as f:
+                data = f.read()
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise CkptUserError(f"{folder} is no DCP folder: it has no {METADATA}") from e
     try:
         found = _MetadataUnpickler(data, path).load()
     except UntrustedPickleError:
@@ -108,14 +112,17 @@ class DcpFolder:
         name = info.relative_path
         if name != os.path.basename(name) or name in ("", ".", ".."):
             raise DamagedError(f"{self._folder}: {fqn} lies in {name!r}, outside of the folder", key=fqn)
-        try:
-            with open(self._folder / name, "rb") as f:
-                if not 0 <= info.offset <= info.offset + info.length <= os.fstat(f.fileno()).st_size:
-                    raise DamagedError(f"{self._folder / name} ends before {fqn} does", key=fqn)
-                f.seek(info.offset)
-                data = f.read(info.length)
-        except FileNotFoundError as e:
-            raise DamagedError(f"{self._folder / name} is missing, and {fqn} lies in it", key=fqn) from e
+        with local("read", str(self._folder)):
+            try:
+                with open_regular(self._folder / name) as f:
+                    if not 0 <= info.offset <= info.offset + info.length <= os.fstat(f.fileno()).st_size:
+                        raise DamagedError(f"{self._folder / name} ends before {fqn} does", key=fqn)
+                    f.seek(info.offset)
+                    data = f.read(info.length)
+                    if len(data) != info.length:
+                        raise DamagedError(f"{self._folder / name} was cut off while {fqn} was read", key=fqn)
+            except FileNotFoundError as e:
+                raise DamagedError(f"{self._folder / name} is missing, and {fqn} lies in it", key=fqn) from e
         return self._unpickled(fqn, data)
 
     def _unpickled(self, fqn: str, data: bytes) -> Any:

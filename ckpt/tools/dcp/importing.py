@@ -83,13 +83,13 @@ def _reader(
     keys: Mapping[str, str],
     metas: Mapping[str, TensorMeta],
     chunks: Mapping[tuple[str, Box], tuple[int, ...]],
-) -> Callable[[str, Box], memoryview]:
-    def read(name: str, box: Box) -> memoryview:
+) -> Callable[[str, Box], list[memoryview]]:
+    def read(name: str, box: Box) -> list[memoryview]:
         t = folder.load(keys[name], chunks[name, box])
         fits = isinstance(t, torch.Tensor) and tuple(t.shape) == box.extent
         if not fits or dtype_name(t.dtype) != metas[name].dtype:
             raise DamagedError(f"{path}: {keys[name]} {box} is not what the metadata says", key=keys[name])
-        return memory_of(t.detach().contiguous()).numpy().data
+        return [memory_of(t.detach().contiguous()).numpy().data]
 
     return read
 

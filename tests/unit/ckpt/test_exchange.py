@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -178,6 +179,138 @@ def test_a_single_file_carries_its_ties(root: str, tmp_path: Path) -> None:
     ckpt.export(root, 20, tmp_path / "out")
     foreign = open_safetensors(tmp_path / "out" / "model.safetensors")
     assert foreign.aliases == {"model.head.weight": "model.emb.weight"}
+
+
+def said(path: Path, tensors: tuple[str, ...], about: dict[str, str]) -> None:
+    """A safetensors file with these metadata."""
+    save_file({name: torch.ones(2) for name in tensors}, path, about)
+
+
+def test_what_the_library_ties_is_tied(tmp_path: Path) -> None:
+    """Its save_model writes the names that it drops, beside a model's other metadata."""
+    saved = make_state()["model"]
+    save_model(saved, str(tmp_path / "model.safetensors"), {"format": "pt", "author": "me"})
+    foreign = open_safetensors(tmp_path)
+    assert foreign.aliases == {"model.head.weight": "model.emb.weight"}
+    there = str(tmp_path / "new")
+    write_foreign(open_store(there), foreign)
+    other = make_state(5)["model"]
+    ckpt.load(there, {"model": other})
+    assert torch.equal(other.head.weight, saved.emb.weight)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "about", "ties"),
+    [
+        (("pt", "b"), {"format": "pt", "x": "b"}, {"x": "b"}),
+        (("0", "3"), {"format": "pt", "epoch": "3", "1": "0"}, {"1": "0"}),
+        (("0", "3"), {"format": "surefoot", "rank": "0", "step": "3"}, {}),
+        (("a",), {"z": "y", "y": "a"}, {"z": "a", "y": "a"}),
+        (("a",), {"z": "y", "y": "z", "x": "nothing"}, {}),
+        (("a", "b"), {"a": "b"}, {}),
+        (("a", "b"), {"z": "a", "a": "b"}, {"z": "a"}),
+    ],
+)
+def test_only_what_can_be_a_tie_is_one(
+    tmp_path: Path, tensors: tuple[str, ...], about: dict[str, str], ties: dict[str, str]
+) -> None:
+    said(tmp_path / "1.safetensors", tensors, about)
+    assert open_safetensors(tmp_path, prefix="").aliases == ties
+
+
+def test_a_name_of_two_tensors_is_refused(tmp_path: Path) -> None:
+    """Files say the same of a tie, as the shards of one model do, or they are of several models."""
+    said(tmp_path / "1.safetensors", ("a",), {"z": "y", "y": "a"})
+    said(tmp_path / "2.safetensors", ("b",), {"z": "a"})
+    assert open_safetensors(tmp_path, prefix="").aliases == {"z": "a", "y": "a"}
+    said(tmp_path / "2.safetensors", ("b",), {"z": "b"})
+    with pytest.raises(CkptUserError, match="z is another name of a and of b"):
+        open_safetensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda p: p.mkdir(), "is a folder"),
+        (os.mkfifo, "is a pipe"),
+        (lambda p: p.symlink_to(p.name), "symbolic links"),
+        (lambda p: p.symlink_to("gone"), "No such file"),
+    ],
+    ids=["folder", "pipe", "loop", "dangling"],
+)
+def test_what_is_no_file_is_named(tmp_path: Path, make: Any, what: str) -> None:
+    """Nobody waits for a pipe that nobody writes to."""
+    (tmp_path / "hf").mkdir()
+    make(tmp_path / "hf" / "m.safetensors")
+    with pytest.raises(CkptUserError, match=what) as e:
+        open_safetensors(tmp_path / "hf")
+    assert "m.safetensors" in str(e.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_what_is_no_file_in_a_dcp_folder_is_named(root: str, tmp_path: Path, name: str) -> None:
+    export_dcp(root, 20, tmp_path / "dcp")
+    path = tmp_path / "dcp" / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CkptUserError, match=f"{name} is a pipe"):
+        open_dcp(tmp_path / "dcp")
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, 8192)
+
+
+def overwrite(path: Path) -> None:
+    with open(path, "r+b") as f:
+        f.seek(-1, os.SEEK_END)
+        f.write(b"x")
+    os.utime(path, ns=(0, 0))  # whatever the clock of the file system can tell
+
+
+def replace(path: Path) -> None:
+    said(path.with_name("other"), ("a",), {})
+    os.replace(path.with_name("other"), path)
+
+
+def import_while(change: Any, when: str, folder: Path) -> str:
+    """The root that this file was imported into, and which was changed before or while its data were read."""
+    path = folder / "m.safetensors"
+    save_file({"a": torch.ones(3_000_000)}, path)
+    foreign = open_safetensors(path)
+
+    def read(name: str, box: Any) -> Any:
+        if when == "before":
+            change(path)
+        for n, chunk in enumerate(foreign.read(name, box)):
+            if n == 0 and when == "while":
+                change(path)
+            yield chunk
+
+    write_foreign(open_store(str(folder / "new")), dataclasses.replace(foreign, read=read))
+    return str(folder / "new")
+
+
+@pytest.mark.parametrize(
+    ("change", "when"),
+    [
+        (cut_off, "before"),
+        (cut_off, "while"),
+        (overwrite, "before"),
+        (overwrite, "while"),
+        (replace, "before"),
+    ],
+)
+def test_a_file_that_changes_while_it_is_imported_is_damage(tmp_path: Path, change: Any, when: str) -> None:
+    """CKP-42, for what we take in: it is an error, where a mapped file would be a SIGBUS; and nothing is committed."""
+    with pytest.raises(DamagedError, match=r"m\.safetensors was changed while it was read"):
+        import_while(change, when, tmp_path)
+    assert ckpt.steps(str(tmp_path / "new")) == []
+
+
+def test_a_file_that_is_replaced_while_it_is_imported_stays_what_it_was(tmp_path: Path) -> None:
+    there = import_while(replace, "while", tmp_path)
+    assert torch.equal(ckpt.read(there, 0, "model.a"), torch.ones(3_000_000))
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
