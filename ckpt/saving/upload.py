@@ -9,7 +9,7 @@ has all bytes and shows none yet. The seal goes before the first byte is overwri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -56,10 +56,12 @@ class Attempt:
 def safetensors_header(
     pieces: Sequence[Piece], tensors: Mapping[str, TensorMeta], about: dict[str, str]
 ) -> bytes:
-    """The beginning of a safetensors file up to its data: length, JSON, padding to a multiple of 64.
+    """The beginning of a safetensors file up to its data: length, JSON, padding to whole pages.
 
-    A piece that is a whole tensor has the tensor's name, others have their box behind it: ``name[0:4,0:2]``.
+    A piece that is a whole tensor has the tensor's name, others have their box behind it: ``name[0:4,0:2]``; and ``(piece)``, as
+    often as it takes, where a whole tensor of the file is called just that.
     """
+    wholes = {p.name for p in pieces if p.extent == tensors[p.name].shape}
     entries: list[StTensor] = []
     for p in pieces:
         meta, box = tensors[p.name], Box(p.offset, p.extent)
@@ -67,7 +69,7 @@ def safetensors_header(
         known = meta.dtype in DTYPES and meta.dtype not in _TOO_NEW
         entries.append(
             StTensor(
-                name=p.name if p.extent == meta.shape else label(p.name, box),
+                name=p.name if p.extent == meta.shape else _name_beside(wholes, label(p.name, box)),
                 dtype=meta.dtype if known else "uint8",
                 shape=p.extent if known else (nbytes,),
                 begin=p.at,
@@ -75,6 +77,12 @@ def safetensors_header(
             )
         )
     return encode_header(entries, about)
+
+
+def _name_beside(wholes: Collection[str], name: str) -> str:
+    while name in wholes:
+        name += "(piece)"
+    return name
 
 
 # ---------------------------------------------------------------- one rank
