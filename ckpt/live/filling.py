@@ -40,20 +40,20 @@ def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, 
         rank: whose `PerRank` values to take.
 
     Raises:
-        StateMismatchError: names, shapes, types or groups differ.
+        StateMismatchError: names, shapes, types or groups differ, here or on another rank.
         StateError: the live state is none that can be stored.
         DamagedError, ImageError: from the source.
-        CkptWorldError: another rank refused.
+        CkptWorldError: another rank refused for another reason.
     """
     with torch.no_grad():
         load = Load(source, strict=strict)
         try:
             _gather(load, state, rank)
         except Exception as e:  # the other ranks must hear of it before this one raises
-            source.agree((), (), f"{type(e).__name__}: {e}")
+            source.agree((), (), e)
             raise
         problems = load.refusals()
-        refusal = _refusal(source, problems, load) if problems else ""
+        refusal = StateMismatchError(_refusal(source, problems, load)) if problems else None
         unused = load.described(source.agree(load.wants, load.unused(), refusal))
         if strict:
             abouts = {n: f" ({what})" for n, what in unused.items()}

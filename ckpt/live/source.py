@@ -39,11 +39,11 @@ class Source(Protocol):
         """For messages: which objects hold the stored tensor or value of this name."""
         ...
 
-    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: str) -> Sequence[str]:
-        """Tell the other ranks of this load what this one wants, does not use, and why it refuses ('' if it does not).
+    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: Exception | None) -> Sequence[str]:
+        """Tell the other ranks of this load what this one wants, does not use, and what it refuses with (None if it does not).
 
-        Called once per load, before `fill`. Returns the names that no rank uses. Raises CkptWorldError on a rank that does not
-        refuse where another does.
+        Called once per load, before `fill`. Returns the names that no rank uses. Raises on a rank that does not refuse where another
+        does: StateMismatchError where that is what it is, CkptWorldError otherwise.
         """
         ...
 

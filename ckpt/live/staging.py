@@ -199,7 +199,7 @@ class ImageSource:
     def where(self, name: str) -> str:
         return "that snapshot"
 
-    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: str) -> Sequence[str]:
+    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: Exception | None) -> Sequence[str]:
         """Every rank restores its own snapshot: nothing in it is another's."""
         return unused
 

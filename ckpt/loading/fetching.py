@@ -17,7 +17,14 @@ import msgspec
 import xxhash
 
 from surefoot.ckpt.boxes import Box
-from surefoot.ckpt.errors import CkptError, CkptWorldError, DamagedError, ElsewhereError, StepMissingError
+from surefoot.ckpt.errors import (
+    CkptError,
+    CkptWorldError,
+    DamagedError,
+    ElsewhereError,
+    StateMismatchError,
+    StepMissingError,
+)
 from surefoot.ckpt.live.filling import Fit, load_into
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.live.source import Want
@@ -40,6 +47,8 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where its page cache is."""
     damaged: str = ""
     """The key of a damaged object."""
+    mismatch: bool = False
+    """Its state and the checkpoint do not fit."""
 
 
 class _Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,12 +169,12 @@ class ManifestSource:
 
     # ---- before the reading
 
-    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: str) -> Sequence[str]:
-        """Tell the other ranks what this one wants, which stored names it has no use for, and why it refuses ('' if it does
-        not); returns the names that no rank has a use for.
+    def agree(self, wants: Sequence[Want], unused: Sequence[str], refusal: Exception | None) -> Sequence[str]:
+        """Tell the other ranks what this one wants, which stored names it has no use for, and what it refuses with (None if it
+        does not); returns the names that no rank has a use for.
 
         Raises:
-            ElsewhereError: another rank refuses, and this one does not.
+            StateMismatchError, ElsewhereError: another rank refuses, and this one does not.
             DamagedError: the manifest contradicts itself.
         """
         wish = _Wish(boxes=_boxes_of(wants), unused=tuple(unused))
@@ -176,12 +185,11 @@ class ManifestSource:
         except DamagedError as e:
             damage = e
         word = _Word(
-            refusal=refusal,
             wants=xxhash.xxh3_128_hexdigest(encoded),
             machine=machine(),
             on_device=bool(wants) and all(v.is_cuda for w in wants for v in w.leaf.views),
         )
-        words = self._tell_all(word if damage is None or refusal else _failure(damage))
+        words = self._tell_all(_refusal(refusal) if refusal else _failure(damage) if damage else word)
         if refusal:
             return unused
         _raise_first(words, damage)
@@ -194,7 +202,7 @@ class ManifestSource:
     def withdraw(self, error: Exception) -> None:
         """This rank does not take part, because of `error`, which came before `agree`: the others wait for its word."""
         if not self._told:
-            self._tell_all(_Word(refusal=f"{type(error).__name__}: {error}"))
+            self._tell_all(_refusal(error))
 
     def _tell_all(self, word: _Word) -> list[_Word]:
         self._told = True
@@ -243,7 +251,7 @@ class ManifestSource:
             ObjectStore…Error and others, on the rank where it happened.
         """
         if self._plan is None:
-            self.agree(wants, (), "")
+            self.agree(wants, (), None)
         assert self._plan is not None, "agree made it"
         carrier = Carrier(self._store, self._plan, self._party, wants)
         error: Exception | None = None
@@ -306,7 +314,15 @@ def _raise_first(words: Sequence[_Word], mine: Exception | None) -> None:
         ) from mine
     if mine is not None and not isinstance(mine, DamagedError | StoppedError):
         raise mine
-    raise ElsewhereError(f"rank {rank}: {word.refusal}") from mine
+    elsewhere = StateMismatchError if word.mismatch else ElsewhereError
+    raise elsewhere(f"rank {rank}: {word.refusal}") from mine
+
+
+def _refusal(error: Exception) -> _Word:
+    """What is said of an error from before the reading."""
+    if isinstance(error, StateMismatchError):
+        return _Word(refusal=str(error), mismatch=True)
+    return _Word(refusal=f"{type(error).__name__}: {error}")
 
 
 def _failure(error: Exception | None) -> _Word:

@@ -202,7 +202,8 @@ def restore_committed(
     Raises:
         StepMissingError, FormatError: there is no such checkpoint, or it is from a newer version.
         DamagedError: the same on all ranks, naming the object and the rank that found it.
-        StateMismatchError, ObjectStore…Error: on the rank that it is about; ElsewhereError on the others.
+        StateMismatchError: on all ranks; where it is about another, the message names that.
+        ObjectStore…Error: on the rank that it is about; ElsewhereError on the others.
         Falls back to nothing by itself.
     """
     from surefoot.ckpt.loading.fetching import load_together, shared_manifest

@@ -108,7 +108,7 @@ def load_agreed(
     Raises:
         StepMissingError: the lineage does not hold `step`.
         DamagedError: `step` is damaged, or every step is.
-        StateMismatchError and others: on the rank it happened; CkptError naming that rank on the others.
+        StateMismatchError: on all ranks. Others: on the rank it happened; CkptError naming that rank on the others.
     """
     first = _agree_on_candidates(store, channel, step, resume_tries, wait_s)
     party = party_of(channel.rank, channel.world_size, channel.exchange, group)

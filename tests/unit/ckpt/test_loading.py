@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 
 from surefoot import ckpt
 from surefoot.ckpt.channel import Solo
-from surefoot.ckpt.errors import DamagedError, FormatError, StepMissingError
+from surefoot.ckpt.errors import DamagedError, FormatError, StateMismatchError, StepMissingError
 from surefoot.ckpt.loading import aside
 from surefoot.ckpt.loading import together as loading
 from surefoot.ckpt.loading.aside import choose, note_resume, resumes_among
+from surefoot.ckpt.loading.fetching import load_together, shared_manifest
+from surefoot.ckpt.loading.sharing import Party
 from surefoot.ckpt.loading.together import find_line, load_agreed
 from surefoot.ckpt.manifest import ManifestRef, encode, manifest_key
 from surefoot.ckpt.objects.files import FileObjectStore
@@ -393,3 +396,31 @@ def test_a_load_keeps_no_object_open(root: str) -> None:
         assert not [
             path for path in held if path.startswith(str(path_of(root, ""))) and path.endswith(".safetensors")
         ]
+
+
+def test_a_mismatch_on_one_rank_is_one_on_all(root: str) -> None:
+    """Whoever catches it does the same everywhere."""
+    save(root, 1)
+    store, met, words = open_store(root), threading.Barrier(2), [b"", b""]
+
+    def load(rank: int) -> StateMismatchError:
+        def exchange(data: bytes) -> list[bytes]:
+            words[rank] = data
+            met.wait(30)
+            told = list(words)
+            met.wait(30)
+            return told
+
+        party, state = Party(rank, 2, exchange), state_of(0)
+        if rank == 1:
+            state["more"] = torch.ones(1)
+        manifest = shared_manifest(store, party, 1, 1)
+        with pytest.raises(StateMismatchError) as refused:
+            load_together(store, manifest, party, state)
+        return refused.value
+
+    with ThreadPoolExecutor(2) as threads:
+        mine, own = threads.map(load, (0, 1))
+    assert str(own).startswith("the checkpoint of step 1")
+    assert str(mine) == f"rank 1: {own}"
+    assert "more is not in the checkpoint" in str(mine)
