@@ -61,7 +61,26 @@ def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
             walk.add(entry)
         for name, optimizer in walk.found.optimizers.items():
             walk.add_optimizer(name, optimizer)
+    _require_text((*walk.found.leaves, *walk.found.aliases, *walk.found.values))
     return walk.found
+
+
+def _require_text(names: Sequence[str]) -> None:
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as e:
+        bad = next(n for n in names if not _is_text(n))
+        raise StateError(
+            f"{bad!a}: this name is no Unicode text (it has half of a surrogate pair), and names are stored as UTF-8; rename it"
+        ) from e
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Walk:

@@ -66,7 +66,10 @@ def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, 
     return Fit(missing=load.missing_names(), left_over=tuple(f"{n} ({what})" for n, what in unused.items()))
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _gather(load: Load, state: Mapping[str, Any], rank: int) -> None:
+    """What is made for the state is there to be trained, also where it is loaded in inference mode."""
     found = list(entries(state, rank))
     load.add_all(found)
     for entry in found:

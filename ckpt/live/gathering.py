@@ -92,7 +92,7 @@ class Load(Placing):
         """Note that the checkpoint lacks this; `what` it is, where the name does not say it."""
         if not what and (whose := OF_RANK.fullmatch(name)):
             what = f"rank {whose[2]}'s own; the checkpoint is of fewer ranks, or had none"
-        self._missing[name] = what
+        self._missing[name.encode(errors="backslashreplace").decode()] = what
 
     def _stored(self) -> set[str]:
         return {*self.source.tensors, *self.source.aliases, *self.source.values}

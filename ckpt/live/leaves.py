@@ -125,11 +125,20 @@ def require_plain(name: str, t: torch.Tensor) -> None:
         raise StateError(
             f"{name}: a {t.layout} tensor on {t.device} cannot be stored; make it dense and real first"
         )
-    if t.numel() and t.untyped_storage().data_ptr() == 0:
+    if t.is_nested:
+        raise StateError(f"{name}: a nested tensor has no fixed shape; store its values and offsets")
+    if t.numel() and not _has_memory(t):
         kind = type(t).__qualname__
         raise StateError(
             f"{name}: this {kind} has no memory of its own (freed, or a wrapper without __tensor_flatten__): store what it wraps"
         )
+
+
+def _has_memory(t: torch.Tensor) -> bool:
+    try:
+        return t.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # a wrapper's storage, which torch does not let anybody look into
+        return False
 
 
 # ---------------------------------------------------------------- DTensors

@@ -123,6 +123,7 @@ class Placing(ABC):
         if (
             isinstance(live, torch.Tensor)
             and not is_wrapped(live)
+            and not live.is_nested
             and (dtype_name(live.dtype), tuple(live.shape)) == (meta.dtype, meta.shape)
         ):
             tensor = live

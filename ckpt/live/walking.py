@@ -197,7 +197,7 @@ def identity(t: torch.Tensor) -> Any:
             return identity(t._local_tensor), id(t.device_mesh), t.placements, t.shape
         if hasattr(type(t), "__tensor_flatten__") or is_lazy(t):
             return id(t)
-    if t.layout is not torch.strided or t.is_meta:
+    if t.layout is not torch.strided or t.is_meta or t.is_nested:
         return id(t)
     # The storage itself, not its address: those without memory have none.
     return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype

@@ -358,3 +358,12 @@ def test_what_one_rank_kept_is_not_for_all(files: str) -> None:
     loaded = ckpt.load(files, live, strict=False)
     assert loaded is not None
     assert live["seed"].value == 5
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), 5, {"x": torch.ones(2)}])
+def test_a_name_that_is_no_text_is_refused(files: str, value: Any) -> None:
+    with pytest.raises(StateError, match=r"^'a\\ud800(\.x)?': this name is no Unicode text"):
+        ckpt.save(files, 1, {"ok": 1, "a\ud800": value})
+    ckpt.save(files, 1, {"ok": 1})
+    with pytest.raises(StateMismatchError, match=r"a\\ud800(\.x)? is not in the checkpoint"):
+        ckpt.load(files, {"ok": 1, "a\ud800": value})

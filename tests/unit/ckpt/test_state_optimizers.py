@@ -442,3 +442,20 @@ def test_a_parameter_of_no_module_is_named() -> None:
     optim = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     with pytest.raises(StateError, match=r"o\.param_groups\.0\.params\.0 .*belongs to no module"):
         collect({"o": optim})
+
+
+def test_state_from_a_load_in_inference_mode_can_be_trained(files: str) -> None:
+    """As where a trainer loads in the middle of an evaluation."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, fresh = adamw(model.parameters()), adamw(other.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with torch.inference_mode():
+        ckpt.save(files, 1, {"model": model, "optim": optimizer})
+        ckpt.load(files, {"model": other, "optim": fresh})
+    for m, o in ((model, optimizer), (other, fresh)):
+        o.zero_grad()
+        m(torch.ones(1, 3)).sum().backward()
+        o.step()
+    assert torch.equal(model.weight, other.weight)
+    assert fresh.state[other.weight]["step"] == 2

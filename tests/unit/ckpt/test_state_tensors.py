@@ -425,11 +425,37 @@ def test_classes_come_from_the_live_state_alone(files: str) -> None:
         (lambda: torch.empty(3, device="meta"), "meta"),
         (lambda: nn.LazyLinear(2).weight, "lazy parameter"),
         (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
+        (
+            lambda: torch.masked.masked_tensor(torch.ones(3), torch.ones(3) > 0),
+            "MaskedTensor .*store what it wraps",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of:UserWarning")
 def test_tensors_that_cannot_be_stored(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(StateError, match=rf"^t.*{words}"):
         collect({"t": make()})
+    with pytest.raises(StateError, match=rf"^o\.0.*{words}"):
+        collect({"o": Keeper(make())})
+
+
+class Keeper:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> list[Any]:
+        return [self.value]
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        self.value = state[0]
+
+
+def test_a_nested_tensor_is_replaced_by_what_was_stored(files: str) -> None:
+    ckpt.save(files, 1, {"o": Keeper(torch.ones(3))})
+    live = Keeper(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+    ckpt.load(files, {"o": live})
+    assert torch.equal(live.value, torch.ones(3))
 
 
 def test_memory_that_was_given_back_is_refused() -> None:
