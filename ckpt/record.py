@@ -46,6 +46,7 @@ __all__ = [
     "read_record",
     "read_records",
     "record_key",
+    "require_recorded",
 ]
 
 FORMAT = 1
@@ -251,6 +252,17 @@ def lineage(
 
 def _within(step: int, limit: int | None) -> bool:
     return limit is None or step <= limit
+
+
+def require_recorded(records: Mapping[int, Record], manifests: Iterable[ManifestRef]) -> None:
+    """Raises LineageError where a generation above the newest record has committed: its record was deleted, and the next start would
+    take its number once more. PURE. To be asked of manifests that were listed *before* the records: a record precedes its manifests."""
+    newest = max(manifests, key=lambda m: (m.generation, m.step), default=None)
+    if newest is not None and newest.generation > max(records, default=0):
+        raise LineageError(
+            f"the record of generation {newest.generation} is missing, and {newest.key} is there: restore "
+            f"{record_key(newest.generation)} from a backup of the object store; which checkpoints count cannot be told without it"
+        )
 
 
 def on_lineage(records: Mapping[int, Record], head: int, generation: int, step: int) -> bool:

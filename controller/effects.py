@@ -24,6 +24,7 @@ from surefoot.ckpt.record import (
     list_records,
     read_record,
     record_key,
+    require_recorded,
 )
 from surefoot.ckpt.store import (
     ObjectStore,
@@ -240,13 +241,14 @@ class Effects:
             # Records after manifests: a generation has its record before its first manifest, so whatever manifest was
             # listed, its record is listed too.
             records, hashes = self._records.all()
+            manifests = tuple(manifest_refs(keys))
+            require_recorded(records, manifests)
         except ObjectStoreDeniedError as e:
             return ev.ObjectStoreDenied(op=op, detail=str(e))
         except ObjectStoreError as e:
             return ev.ObjectStoreUnavailable(op=op, detail=str(e))
         except CkptError as e:
             return ev.LineageDamaged(op=op, detail=str(e))
-        manifests = tuple(manifest_refs(keys))
         return ev.LineageListed(
             op=op, records=records, hashes=hashes, manifests=manifests, aside=aside, lacks=lacks
         )

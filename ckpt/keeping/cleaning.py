@@ -36,7 +36,7 @@ from surefoot.ckpt.manifest import (
     step_prefix,
 )
 from surefoot.ckpt.progress import Progress
-from surefoot.ckpt.record import lineage, list_records, read_records
+from surefoot.ckpt.record import lineage, list_records, read_records, require_recorded
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, Unfinished
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
@@ -72,7 +72,10 @@ def judge_line(store: ObjectStore, retention: Retention, generation: int | None 
     Raises: ObjectStore…Error, LineageError.
     """
     keys = [o.key for o in store.list("gen-")]
-    line = lineage(read_records(store), manifest_refs(keys), generation)
+    records, refs = read_records(store), manifest_refs(keys)
+    if generation is None:
+        require_recorded(records, refs)
+    line = lineage(records, refs, generation)
     times = _times(store, line) if retention.needs_times else None
     return judge(held_of(line, flags_among(keys), times), retention.rules())
 
@@ -350,7 +353,9 @@ def _doomed_by(store: ObjectStore, retention: Retention, holdings: Holdings) -> 
 def _left_behind(store: ObjectStore, holdings: Holdings, over_below: int) -> list[Doomed]:
     keys = [o.key for o in store.list("gen-")]
     refs, flags = manifest_refs(keys), flags_among(keys)
-    counting = set(lineage(read_records(store), refs))
+    records = read_records(store)
+    require_recorded(records, refs)
+    counting = set(lineage(records, refs))
     return [
         Doomed(ref=ref, why="off the lineage, and its generation is over", nbytes=_step_nbytes(holdings, ref))
         for ref in refs

@@ -41,7 +41,7 @@ from surefoot.ckpt.loading.restore import read_manifest, require_objects, restor
 from surefoot.ckpt.loading.sharing import Party, party_of
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs, step_prefix
 from surefoot.ckpt.planning.agreeing import differing
-from surefoot.ckpt.record import lineage, list_manifests, read_records
+from surefoot.ckpt.record import lineage, list_manifests, read_records, require_recorded
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,10 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def find_line(store: ObjectStore) -> list[ManifestRef]:
     """The lineage as of now, ascending. Raises: LineageError, FormatError, DamagedError, ObjectStore…Error."""
-    return lineage(read_records(store), list_manifests(store))
+    manifests = list_manifests(store)
+    records = read_records(store)
+    require_recorded(records, manifests)
+    return lineage(records, manifests)
 
 
 def load_agreed(
@@ -195,8 +198,10 @@ def _look(store: ObjectStore, step: int | None, tries: int | None, give_up: floa
     let_know = time.monotonic() + WAIT_ROUND_S
     pause_s = FIRST_POLL_S
     while True:
-        records, keys = read_records(store), [o.key for o in store.list("gen-")]
-        line = lineage(records, manifest_refs(keys))
+        keys = [o.key for o in store.list("gen-")]
+        records, manifests = read_records(store), manifest_refs(keys)
+        require_recorded(records, manifests)
+        line = lineage(records, manifests)
         if step is None:
             aside = {at: why_aside(store, *at) for at in aside_among(keys)}
             choice = choose(line, aside, resumes_among(keys), tries=tries)

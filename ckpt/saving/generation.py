@@ -21,6 +21,7 @@ from surefoot.ckpt.record import (
     create_record,
     list_manifests,
     read_records,
+    require_recorded,
 )
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
 
@@ -137,7 +138,9 @@ def open_generation(
         ObjectStore…Error, LineageError.
     """
     ensure_exclusive(store)
+    there = list_manifests(store)
     records = read_records(store)
+    require_recorded(records, there)
     for _ in range(TRIES):
         left = beyond(records, list_manifests(store), start)
         _refuse_unseen(store, start, left, seen)

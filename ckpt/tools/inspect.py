@@ -15,7 +15,15 @@ from surefoot.ckpt.format.flags import flags_among
 from surefoot.ckpt.loading.restore import read_manifest
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs
 from surefoot.ckpt.planning.plan import ITEMSIZES
-from surefoot.ckpt.record import RECORDS, Record, lineage, list_manifests, on_lineage, read_records
+from surefoot.ckpt.record import (
+    RECORDS,
+    Record,
+    lineage,
+    list_manifests,
+    on_lineage,
+    read_records,
+    require_recorded,
+)
 from surefoot.ckpt.store import ObjectStore, Root, open_store
 
 
@@ -116,7 +124,10 @@ def steps(root: Root) -> list[int]:
     """The steps that count, ascending; also those that were set aside as damaged, which only a load that names them tries. Raises as
     `list_checkpoints`."""
     store = open_store(root)
-    return sorted({m.step for m in lineage(read_records(store), list_manifests(store))})
+    refs = list_manifests(store)
+    records = read_records(store)
+    require_recorded(records, refs)
+    return sorted({m.step for m in lineage(records, refs)})
 
 
 def require_begun(store: ObjectStore) -> None:
@@ -144,9 +155,10 @@ def find(store: ObjectStore, step: int | None, generation: int | None = None) ->
 
 def find_ref(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[ManifestRef, bool]:
     """As `find`, without reading the manifest."""
-    records = read_records(store)
     refs = list_manifests(store)
+    records = read_records(store)
     if generation is None:
+        require_recorded(records, refs)
         found = [m for m in lineage(records, refs) if step is None or m.step == step]
     else:
         found = [m for m in refs if m.generation == generation and step in (None, m.step)]

@@ -19,10 +19,13 @@ from surefoot.ckpt.errors import (
     CommitError,
     DamagedError,
     FencedError,
+    LineageError,
     StateError,
     StateMismatchError,
     StepMissingError,
 )
+from surefoot.ckpt.keeping.cleaning import plan_gc
+from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.record import Record, StartRef, create_record, read_records
 from surefoot.ckpt.saving.generation import StaleStartError
 from surefoot.ckpt.saving.handles import SaveHandle
@@ -466,6 +469,32 @@ def test_a_step_whose_save_failed_may_be_saved_again(root: str) -> None:
             failpoint.arm(None)
         c.save(5, {"w": torch.ones(3)}).wait()
     assert ckpt.read(root, 5, "w")[0] == 1.0
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_a_record_that_was_deleted_is_named_and_its_number_is_not_given_out_again(
+    tmp_path: Path, starts: int
+) -> None:
+    state = {"w": torch.ones(3)}
+    for start in range(starts):
+        ckpt.save(tmp_path, start, state)
+    missing = f"generations/{starts:04d}.json"
+    (tmp_path / missing).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    for do in (
+        lambda: ckpt.load(tmp_path, state),
+        lambda: ckpt.load(tmp_path, state, 0),
+        lambda: ckpt.save(tmp_path, 7, state),
+        lambda: ckpt.steps(tmp_path),
+        lambda: ckpt.read(tmp_path, 0, "w"),
+        lambda: plan_gc(open_store(tmp_path), None, off_lineage=True),
+        lambda: plan_gc(open_store(tmp_path), Retention(newest=2)),
+    ):
+        with pytest.raises(LineageError, match=f"restore {missing} from a backup"):
+            do()
+    with ckpt.Checkpointer(tmp_path, start_over=True) as c, pytest.raises(LineageError, match=missing):
+        c.save(7, state)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_cursor_and_extra_come_back_equal(tmp_path: Path) -> None:

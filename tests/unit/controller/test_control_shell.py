@@ -418,6 +418,17 @@ def test_a_damaged_record_where_one_is_to_be_created_is_a_taken_number(tmp_path:
         assert "restore it" in damaged.detail
 
 
+def test_a_record_that_was_deleted_is_missed_by_what_its_generation_committed(tmp_path: Path) -> None:
+    """Else the leader would give its number out again."""
+    objects = MemoryObjectStore()
+    objects.create(manifest_key(1, 20), b"{}")
+    with effects(tmp_path, MemoryStore(), objects) as (hands, answers):
+        hands.perform(dec.ListLineage(op=1))
+        damaged = answers.get(timeout=10)
+        assert isinstance(damaged, ev.LineageDamaged)
+        assert "restore generations/0001.json from a backup" in damaged.detail
+
+
 def test_flags_are_raised_and_read_with_the_next_listing(tmp_path: Path, eventually: Any) -> None:
     objects = MemoryObjectStore()
     objects.create(
