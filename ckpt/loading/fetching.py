@@ -197,7 +197,9 @@ class ManifestSource:
         wishes = self._wishes(wish, encoded, [w.wants for w in words])
         self._make_plan(wish, wishes, neighbours([w.machine for w in words]))
         of_all = [set(w.unused) for _, w in wishes]
-        return sorted(of_all[0].intersection(*of_all[1:]))
+        # An imported entry that says no more than the step of the checkpoint is nothing that a state lacks.
+        told = self._manifest.facts.get("step_entry")
+        return sorted(name for name in of_all[0].intersection(*of_all[1:]) if name != told)
 
     def withdraw(self, error: Exception) -> None:
         """This rank does not take part, because of `error`, which came before `agree`: the others wait for its word."""

@@ -77,6 +77,8 @@ class Foreign:
     cursor: dict[str, Any] | None = None
     step: int | None = None
     """The step it says it is."""
+    step_entry: str | None = None
+    """The name of the value or tensor that says so, where it is one of them."""
     left_out: Sequence[LeftOut] = ()
     """What there is besides, and cannot be taken over. The checkpoint's facts name it."""
 
@@ -120,6 +122,8 @@ def write_foreign(
         "pid": os.getpid(),
         "imported_from": foreign.label,
     }
+    if foreign.step_entry is not None and foreign.step == step:
+        facts["step_entry"] = foreign.step_entry
     if foreign.left_out:
         facts["left_out"] = [part.name for part in foreign.left_out]
     outcome = commit(

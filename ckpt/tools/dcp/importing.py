@@ -73,6 +73,7 @@ def open_dcp(source: str | os.PathLike[str]) -> Foreign:
         values=encoded,
         cursor=cursor,
         step=step,
+        step_entry="step" if step is not None and not ours else None,
         left_out=left_out,
     )
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from surefoot import ckpt
-from surefoot.ckpt.errors import CkptUserError, DamagedError
+from surefoot.ckpt.errors import CkptUserError, DamagedError, StateMismatchError
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.store import open_store
 from surefoot.ckpt.tools import exporting
@@ -528,6 +528,37 @@ def test_the_step_that_a_folder_names_is_the_one_it_is_imported_as(
     assert write_foreign(open_store(tmp_path / "new"), open_dcp(tmp_path / "dcp")).step == found
     again = write_foreign(open_store(tmp_path / "other"), open_dcp(tmp_path / "dcp"), step=9)
     assert again.step == 9
+
+
+@pytest.mark.parametrize("entry", [7, torch.tensor(7)], ids=str)
+def test_a_state_needs_no_entry_for_the_step_that_the_checkpoint_tells(tmp_path: Path, entry: Any) -> None:
+    """It comes back where the state has one. What says another step than the checkpoint's is missed as anything is."""
+    dcp_save(
+        {"w": torch.ones(3), "step": entry}, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True
+    )
+    there = str(tmp_path / "new")
+    write_foreign(open_store(there), open_dcp(tmp_path / "dcp"))
+    without: dict[str, Any] = {"w": torch.zeros(3)}
+    loaded = ckpt.load(there, without)
+    assert (loaded.step, loaded.left_over) == (7, ())
+    assert torch.equal(without["w"], torch.ones(3))
+    having = {"w": torch.zeros(3), "step": entry * 0}
+    ckpt.load(there, having)
+    assert having["step"] == 7
+    write_foreign(open_store(there), open_dcp(tmp_path / "dcp"), step=9)
+    with pytest.raises(StateMismatchError, match="step is in the checkpoint and not in the state"):
+        ckpt.load(there, without)
+
+
+def test_an_entry_of_our_own_is_missed_after_a_round_trip_as_before(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    ckpt.save(saved, 7, {"w": torch.ones(3), "step": 7})
+    export_dcp(saved, 7, tmp_path / "dcp")
+    there = str(tmp_path / "new")
+    write_foreign(open_store(there), open_dcp(tmp_path / "dcp"))
+    for root in (saved, there):
+        with pytest.raises(StateMismatchError, match="step is in the checkpoint and not in the state"):
+            ckpt.load(root, {"w": torch.zeros(3)})
 
 
 class Loud:
