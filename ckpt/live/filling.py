@@ -56,14 +56,27 @@ def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, 
         refusal = StateMismatchError(_refusal(source, problems, load)) if problems else None
         unused = load.described(source.agree(load.wants, load.unused(), refusal))
         if strict:
-            abouts = {n: f" ({what})" for n, what in unused.items()}
-            problems += of_several(abouts, "in the checkpoint and not in the state")
+            problems += of_several(_abouts(unused), "in the checkpoint and not in the state")
         if problems:
             raise StateMismatchError(_refusal(source, problems, load))
         source.fill(load.wants)
         for act in (*load.checks, *load.later):
             act()
-    return Fit(missing=load.missing_names(), left_over=tuple(f"{n} ({what})" for n, what in unused.items()))
+    return Fit(
+        missing=load.missing_names(),
+        left_over=tuple([f"{n} ({what}, in {where})" for n, (what, where) in unused.items()]),
+    )
+
+
+def _abouts(described: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """What is said of each; of all that lie in one place the same, without what they are where that differs."""
+    kinds: dict[str, set[str]] = {}
+    for what, where in described.values():
+        kinds.setdefault(where, set()).add(what)
+    return {
+        n: f" ({what}, in {where})" if len(kinds[where]) == 1 else f" (in {where})"
+        for n, (what, where) in described.items()
+    }
 
 
 @torch.inference_mode(False)

@@ -128,16 +128,16 @@ class Load(Placing):
     def unused(self) -> list[str]:
         return sorted(self._stored() - self.used)
 
-    def described(self, names: Sequence[str]) -> dict[str, str]:
-        """What these stored names are and where they lie; tensors that belong to a value among them go without saying."""
+    def described(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """What these stored names are, and where they lie; tensors that belong to a value among them go without saying."""
         values = {n: self.source.values[n] for n in names if n in self.source.values}
         parts = {t for n, v in values.items() for t in tensor_names(v) if t != n}
-        found: dict[str, str] = {}
+        found: dict[str, tuple[str, str]] = {}
         for n in names:
             tied, meta = self.source.aliases.get(n), self.source.tensors.get(n)
             what = f"tied to {tied}" if tied else "a value" if meta is None else _kind(meta)
             if n not in parts:
-                found[n] = f"{what}, in {self.source.where(tied or n)}"
+                found[n] = what, self.source.where(tied or n)
         return found
 
     def _pass_over_other_ranks(self, found: Iterable[Entry]) -> None:

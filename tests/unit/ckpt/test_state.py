@@ -432,6 +432,11 @@ def test_of_several_entries_the_same_is_said_once() -> None:
         in said
     )
     assert said.count("not in the state") == 1
+    buf = snapshot({"a": torch.ones(2), "b": torch.ones(3), "at": 1})
+    with pytest.raises(
+        StateMismatchError, match=r"a, b are in the checkpoint and not in the state \(in that snapshot\)"
+    ):
+        stager({"at": 1}).restore(buf)
 
 
 def test_a_checkpoint_without_the_optimizer() -> None:
