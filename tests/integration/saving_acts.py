@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from surefoot import ckpt, failpoint
 from surefoot.ckpt import channel
 from surefoot.ckpt.channel import ChannelError
-from surefoot.ckpt.errors import CkptError, CommitError
+from surefoot.ckpt.errors import CkptError, CkptUserError, CommitError
 from surefoot.ckpt.objects.s3 import PART_NBYTES
 from surefoot.ckpt.saving import checkpointer as saving
 from surefoot.ckpt.saving import flight
@@ -84,6 +84,19 @@ def quick() -> None:
     flight.BEAT_S = 0.1
     channel.SILENT_S = 1.5
     channel.GOODBYE_S = 0.2
+
+
+def save_a_step_again(root: str) -> list[str]:
+    """What this rank is told, and goes on."""
+    told: list[str] = []
+    with ckpt.Checkpointer(root) as c:
+        c.save(2, sharded())
+        for _ in range(2):
+            with pytest.raises(CkptUserError) as caught:
+                c.save(2, sharded(fill=2.0))
+            told.append(str(caught.value))
+        c.save(1, sharded()).wait()
+    return told
 
 
 def uploader_of(c: ckpt.Checkpointer) -> int:

@@ -74,6 +74,12 @@ def test_rank_0_is_stopped(when: str, rank_host: RankHost, eventually: Any, tmp_
     assert [e.code for e in ended] == [-9, 0, 0], "\n".join(map(str, ended))
 
 
+def test_a_step_that_is_committed_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks(2, "saving_acts:save_a_step_again", (tmp_path / "root").as_uri())
+    assert all("step 2 is committed already" in t for of_rank in told for t in of_rank), told
+    assert ckpt.steps(tmp_path / "root") == [1, 2]
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_closes_while_others_save(leaver: int, ranks: Ranks, tmp_path: Path) -> None:
     """Only some ranks call save, the commonest slip: they are told at once, and not when a timeout of minutes is over."""
