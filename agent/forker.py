@@ -50,6 +50,10 @@ RANK_MODULES = (
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
     "surefoot.agent.session",
+    # What a rank loads when it restores and snapshots: 45 ms of each rank that is forked, before it can.
+    "surefoot.ckpt.state",
+    "surefoot.ckpt.live.copying",
+    "surefoot.ckpt.loading.fetching",
 )
 """What every rank needs. The job's own modules are `program.preload`."""
 

@@ -281,6 +281,8 @@ def main() -> int:
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
+    # Told to end, it ends what it started: the jobs have sessions of their own and would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surefoot" / "text"
     try:
         here = machine()
