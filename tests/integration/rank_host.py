@@ -30,7 +30,7 @@ import torch.nn.parallel
 from botocore.loaders import JSONFileLoader
 
 import surefoot.ckpt.objects.s3
-import surefoot.ckpt.saving.checkpointer  # noqa: F401
+import surefoot.ckpt.saving.checkpointer  # noqa: F401  (once: the ranks are forked from here)
 from surefoot.agent import linux
 
 SHOW_STACKS = signal.SIGUSR2

@@ -44,7 +44,7 @@ class FakeBatch:
 
 
 class FakeLoader(Iterator[FakeBatch]):
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int = 100) -> None:
         self.step = 0
         self.last = last
 
@@ -60,7 +60,8 @@ class FakeLoader(Iterator[FakeBatch]):
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self.step = state["step"]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.last = self.step
 
 
 @dataclass

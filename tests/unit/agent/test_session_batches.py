@@ -1,40 +1,10 @@
-from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
+from loop_bench import FakeBatch, FakeLoader
 
 from surefoot.agent.batches import StepData
 from surefoot.agent.failures import BatchCountError, DataEndedError, RanksDisagreeError
-
-
-@dataclass
-class FakeBatch:
-    step: int
-    sample_ids: tuple[str, ...] = ("a:0:f:0",)
-    global_valid_tokens: int = 10
-
-
-class FakeLoader(Iterator[FakeBatch]):
-    def __init__(self, last: int = 100) -> None:
-        self.step = 0
-        self.last = last
-
-    def __next__(self) -> FakeBatch:
-        if self.step == self.last:
-            raise StopIteration
-        self.step += 1
-        return FakeBatch(self.step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        self.step = state["step"]
-
-    def close(self) -> None:
-        self.last = self.step
 
 
 def _no_phase() -> AbstractContextManager[object]:
