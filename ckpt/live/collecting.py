@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateError
+from surefoot.ckpt.format.names import refusal
 from surefoot.ckpt.format.values import encode_value, tensor_names, tensor_ref
 from surefoot.ckpt.live.declared import Boxes, PerRank
 from surefoot.ckpt.live.kinds import encode_torch
@@ -66,21 +67,11 @@ def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
 
 
 def _require_text(names: Sequence[str]) -> None:
+    """Also of what modules and values call theirs."""
     try:
         "".join(names).encode()
     except UnicodeEncodeError as e:
-        bad = next(n for n in names if not _is_text(n))
-        raise StateError(
-            f"{bad!a}: this name is no Unicode text (it has half of a surrogate pair), and names are stored as UTF-8; rename it"
-        ) from e
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        raise StateError(next(filter(None, (refusal(n, "") for n in names)))) from e
 
 
 class _Walk:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateMismatchError
+from surefoot.ckpt.format.names import OF_RANK
 from surefoot.ckpt.format.values import tensor_names
 from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.live.leaves import Leaf, dtype_name, leaf_of
@@ -21,7 +22,6 @@ from surefoot.ckpt.live.placing import Placing, Ref
 from surefoot.ckpt.live.scratch import equal_bits, write_once, write_through
 from surefoot.ckpt.live.source import Source, Want
 from surefoot.ckpt.live.walking import (
-    OF_RANK,
     Entry,
     Owners,
     extra_states,

@@ -7,7 +7,6 @@ Names are paths joined by dots. Modules contribute parameters and persistent buf
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from surefoot.ckpt.errors import StateError
+from surefoot.ckpt.format.names import refusal
 from surefoot.ckpt.format.values import DEPTH_MAX
 from surefoot.ckpt.live.declared import Boxes, PerRank
 from surefoot.ckpt.live.leaves import PLAIN_TYPES
@@ -29,9 +29,6 @@ from surefoot.ckpt.planning.ties import precedence
 
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which torch.compile, FSDP1 and activation checkpointing keep the module they wrap."""
-
-OF_RANK = re.compile(r"(.*?)@rank(\d+)(?:\..*)?", re.DOTALL)
-"""A name of something that belongs to one rank."""
 
 
 # ---------------------------------------------------------------- the nested mapping
@@ -73,12 +70,8 @@ def entries(state: Any, rank: int, prefix: str = "", depth: int = DEPTH_MAX) -> 
     )
     for key, value in items:
         name = f"{prefix}{key}"
-        if "@rank" in name and OF_RANK.fullmatch(str(key)):
-            raise StateError(
-                f"{name}: keys with '@rank' and a number are what ckpt.PerRank is stored under; rename it"
-            )
-        if name == "__metadata__":
-            raise StateError("__metadata__ is a word of the safetensors format; rename that entry")
+        if why := refusal(name, str(key)):
+            raise StateError(why)
         if isinstance(value, PerRank):
             yield from _entry(f"{name}@rank{rank}", value.value, value, None, rank, depth)
         else:

@@ -287,7 +287,9 @@ def _open_foreign(source: str, prefix: str) -> Foreign:
             f"note: {source} is a DCP folder, whose metadata is a pickle: it is read with an unpickler that admits DCP's own classes only",
         )
         return open_dcp(source)
-    return importing.open_safetensors(source, prefix=prefix)
+    from surefoot.ckpt.tools.stfiles import open_safetensors
+
+    return open_safetensors(source, prefix=prefix)
 
 
 # ---------------------------------------------------------------- tidying

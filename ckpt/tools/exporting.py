@@ -7,8 +7,8 @@
          model.safetensors.index.json          {"metadata": {"total_size": …}, "weight_map": {name: file}}; written last
 
 Names lose `prefix` (``model.``, where training scripts keep the model) and go through the rename rules. Of tied tensors one
-name is written; the others stand in the file's metadata as ``other name -> written name``, where
-`safetensors.torch.load_model` finds them, and `transformers` ties them again by the model's config.
+name is written, which is what `safetensors.torch.load_model` and `transformers` expect: the live model ties the others again.
+For an import they stand in the file's metadata (ckpt/tools/tiemeta.py).
 
 Tensors are read piece by piece and written as they come: memory is a few chunks, whatever the size of the model.
 """
@@ -21,7 +21,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 import numpy as np
@@ -35,6 +34,8 @@ from surefoot.ckpt.progress import Progress, stepwise
 from surefoot.ckpt.store import Root, open_store
 from surefoot.ckpt.tools.boxreader import BoxReader, tensor_nbytes
 from surefoot.ckpt.tools.inspect import find
+from surefoot.ckpt.tools.tiemeta import about_export
+from surefoot.ckpt.tools.words import local_folder
 
 INDEX = "model.safetensors.index.json"
 SHARD_NBYTES = 5 * 10**9
@@ -220,16 +221,6 @@ def export(
     return plan
 
 
-def local_folder(dest: str | os.PathLike[str]) -> Path:
-    """Raises CkptUserError for a URL of another kind."""
-    parts = urlsplit(os.fspath(dest))
-    if parts.scheme not in ("", "file") or parts.netloc:
-        raise CkptUserError(
-            f"{os.fspath(dest)!r} is no local folder: write there, then copy it where it is wanted"
-        )
-    return Path(unquote(parts.path) if parts.scheme else os.fspath(dest))
-
-
 def require_empty(folder: Path, patterns: Sequence[str]) -> None:
     """Raises CkptUserError where `folder` holds files of these patterns, or is a file."""
     if folder.exists() and not folder.is_dir():
@@ -254,9 +245,8 @@ def write_export(reader: BoxReader, plan: ExportPlan, folder: Path, progress: Pr
 def _write_file(
     reader: BoxReader, plan: ExportPlan, file: ExportFile, path: Path, tell: Callable[[int], None]
 ) -> None:
-    about = {"format": "pt", **plan.ties}
     with _finished(path) as at, open(at, "wb") as f:
-        f.write(encode_header(_placed(file.tensors), about))
+        f.write(encode_header(_placed(file.tensors), about_export(plan.ties)))
         for t in file.tensors:
             stored = reader.meta(t.stored).dtype
             for chunk in reader.chunks(t.stored):

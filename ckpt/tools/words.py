@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from surefoot.ckpt.errors import CkptUserError
 from surefoot.ckpt.store import ObjectStore, open_store
@@ -44,6 +49,25 @@ def local(what: str, folder: str) -> Iterator[None]:
         raise CkptUserError(
             f"cannot {what} {folder}: {e.strerror} ({e.filename}): name another folder"
         ) from e
+
+
+def local_folder(dest: str | os.PathLike[str]) -> Path:
+    """Raises CkptUserError for a URL of another kind."""
+    parts = urlsplit(os.fspath(dest))
+    if parts.scheme not in ("", "file") or parts.netloc:
+        raise CkptUserError(
+            f"{os.fspath(dest)!r} is no local folder: write there, then copy it where it is wanted"
+        )
+    return Path(unquote(parts.path) if parts.scheme else os.fspath(dest))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Raises: CkptUserError (a folder, or a pipe, which might never end), OSError."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise CkptUserError(f"{path} is {what} and no file: move it away, or name what is to be imported")
+    return open(path, "rb")
 
 
 def which_step(word: int | None, option: int | None) -> int | None:

@@ -73,6 +73,8 @@ PURE = (
         "ckpt.planning.resharding",
         "ckpt.planning.ties",
         "ckpt.format.stformat",
+        "ckpt.tools.tiemeta",
+        "ckpt.format.names",
     ),
     *("loader.mixture", "loader.order", "loader.cursor", "loader.pack"),
 )

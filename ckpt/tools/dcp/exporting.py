@@ -25,8 +25,9 @@ from surefoot.ckpt.store import Root, open_store
 from surefoot.ckpt.tools.boxreader import BoxReader
 from surefoot.ckpt.tools.dcp import OURS
 from surefoot.ckpt.tools.dcp.folder import METADATA
-from surefoot.ckpt.tools.exporting import local_folder, require_empty
+from surefoot.ckpt.tools.exporting import require_empty
 from surefoot.ckpt.tools.inspect import find
+from surefoot.ckpt.tools.words import local_folder
 
 
 def export_dcp(

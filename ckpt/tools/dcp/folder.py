@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 
 from surefoot.ckpt.errors import CkptUserError, DamagedError
-from surefoot.ckpt.tools.importing import open_regular
-from surefoot.ckpt.tools.words import local
+from surefoot.ckpt.tools.words import local, open_regular
 
 METADATA = ".metadata"
 

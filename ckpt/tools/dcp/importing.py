@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.errors import CkptUserError, DamagedError
+from surefoot.ckpt.format.values import tensor_names
 from surefoot.ckpt.live.leaves import memory_of
 from surefoot.ckpt.manifest import TensorMeta
 from surefoot.ckpt.planning.plan import ITEMSIZES
@@ -21,8 +22,8 @@ from surefoot.ckpt.tools.boxreader import tensor_nbytes
 from surefoot.ckpt.tools.dcp import OURS
 from surefoot.ckpt.tools.dcp.folder import DcpFolder, read_metadata
 from surefoot.ckpt.tools.dcp.names import KeyPath, Names, joined
-from surefoot.ckpt.tools.exporting import local_folder
-from surefoot.ckpt.tools.importing import Foreign, LeftOut
+from surefoot.ckpt.tools.importing import Foreign, LeftOut, require_names
+from surefoot.ckpt.tools.words import local_folder
 
 _Tensors = dict[KeyPath, tuple[str, dcp_metadata.TensorStorageMetadata]]
 
@@ -31,7 +32,7 @@ def open_dcp(source: str | os.PathLike[str]) -> Foreign:
     """A DCP folder of any layout: every chunk becomes a piece, nothing is assembled. Its step is the entry ``step``, where that is a
     whole number.
 
-    Raises: CkptUserError (no DCP folder; nothing of it can be taken over), UntrustedPickleError, DamagedError, StateError (a
+    Raises: CkptUserError (no DCP folder; nothing of it can be taken over; a name that no save would store), UntrustedPickleError, DamagedError, StateError (a
     value of a type that cannot be stored).
     """
     path = local_folder(source)
@@ -53,6 +54,9 @@ def open_dcp(source: str | os.PathLike[str]) -> Foreign:
         raise CkptUserError(
             f"{path}: nothing of it can be imported: of {first.name}, {first.why}; {first.how}"
         )
+    named = [(names.name(p), f"{path}, {fqn}") for p, (fqn, _) in taken.items()]
+    named += [(n, path) for n, value in encoded.items() if tensor_names(value) != [n]]
+    require_names([*named, *((n, path) for n in aliases)], own=ours is not None)
     keys = {names.name(p): fqn for p, (fqn, _) in taken.items()}
     stored = {names.name(p): m for p, (_, m) in taken.items()}
     metas = {n: _meta(m) for n, m in stored.items()}

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from surefoot import ckpt
-from surefoot.ckpt.errors import CkptUserError, DamagedError, StateMismatchError
+from surefoot.ckpt.errors import CkptUserError, DamagedError, StateError, StateMismatchError
 from surefoot.ckpt.manifest import Manifest, TensorMeta
 from surefoot.ckpt.store import open_store
 from surefoot.ckpt.tools import exporting
@@ -30,8 +30,10 @@ from surefoot.ckpt.tools.comparing import compare
 from surefoot.ckpt.tools.dcp.exporting import export_dcp
 from surefoot.ckpt.tools.dcp.folder import UntrustedPickleError
 from surefoot.ckpt.tools.dcp.importing import open_dcp
-from surefoot.ckpt.tools.importing import open_safetensors, write_foreign
+from surefoot.ckpt.tools.importing import require_names, write_foreign
 from surefoot.ckpt.tools.inspect import find
+from surefoot.ckpt.tools.stfiles import open_safetensors
+from surefoot.ckpt.tools.tiemeta import TIES
 from surefoot.exitcodes import ExitCode
 
 pytestmark = pytest.mark.filterwarnings(
@@ -95,7 +97,7 @@ def test_an_export_opens_with_the_library_and_keeps_ties(root: str, tmp_path: Pa
         assert torch.equal(t, model.state_dict()[name]), name
     assert plan.ties == {"head.weight": "emb.weight"}
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as f:
-        assert f.metadata() == {"format": "pt", "head.weight": "emb.weight"}
+        assert f.metadata() == {"format": "pt", TIES: '{"head.weight":"emb.weight"}'}
     other: Net = make_state(5)["model"]
     assert load_model(other, tmp_path / "out" / "model.safetensors") == (set(), [])
     assert torch.equal(other.head.weight, model.emb.weight)
@@ -181,6 +183,29 @@ def test_a_single_file_carries_its_ties(root: str, tmp_path: Path) -> None:
     assert foreign.aliases == {"model.head.weight": "model.emb.weight"}
 
 
+@pytest.mark.parametrize("tied", ["format", TIES, "7"])
+def test_a_tied_name_may_be_any(tmp_path: Path, tied: str) -> None:
+    """An export has them in one entry of the metadata, which no name of a tensor can be taken for."""
+    saved, w = str(tmp_path / "saved"), torch.arange(3.0)
+    ckpt.save(saved, 1, {"model": {"W": w, tied: w}})
+    plan = ckpt.export(saved, 1, tmp_path / "out")
+    ((second, kept),) = plan.ties.items()
+    assert {second, kept} == {"W", tied}
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as f:
+        assert f.metadata() == {"format": "pt", TIES: json.dumps({second: kept}, separators=(",", ":"))}
+    there = str(tmp_path / "new")
+    write_foreign(open_store(there), open_safetensors(tmp_path / "out"))
+    live = {"model": {"W": torch.zeros(3), tied: torch.zeros(3)}}
+    ckpt.load(there, live)
+    assert torch.equal(live["model"]["W"], w)
+    assert torch.equal(live["model"][tied], w)
+
+
+def test_an_export_of_before_has_its_ties_among_other_words(tmp_path: Path) -> None:
+    said(tmp_path / "m.safetensors", ("emb.weight",), {"format": "pt", "head.weight": "emb.weight"})
+    assert open_safetensors(tmp_path).aliases == {"model.head.weight": "model.emb.weight"}
+
+
 def said(path: Path, tensors: tuple[str, ...], about: dict[str, str]) -> None:
     """A safetensors file with these metadata."""
     save_file({name: torch.ones(2) for name in tensors}, path, about)
@@ -209,6 +234,11 @@ def test_what_the_library_ties_is_tied(tmp_path: Path) -> None:
         (("a",), {"z": "y", "y": "z", "x": "nothing"}, {}),
         (("a", "b"), {"a": "b"}, {}),
         (("a", "b"), {"z": "a", "a": "b"}, {"z": "a"}),
+        (("a",), {"format": "a"}, {"format": "a"}),
+        (("0", "1"), {"format": "pt", "x": "0", TIES: '{"format":"0","3":"1"}'}, {"format": "0", "3": "1"}),
+        (("a",), {TIES: "a"}, {TIES: "a"}),
+        (("a",), {TIES: "{}", "z": "a"}, {}),
+        (("a",), {TIES: '{"z":["a"]}', "y": "a"}, {"y": "a"}),
     ],
 )
 def test_only_what_can_be_a_tie_is_one(
@@ -609,6 +639,55 @@ def test_a_dcp_folder_cannot_lead_out_of_itself(root: str, tmp_path: Path) -> No
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedError, match="outside"):
         open_dcp(tmp_path / "dcp")
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("key", ["w@rank0", "w@rank1.x", "__metadata__", "half\ud800"])
+@pytest.mark.parametrize("value", [torch.ones(2), 3], ids=["tensor", "value"])
+def test_a_name_that_a_save_refuses_is_not_imported(tmp_path: Path, key: str, value: Any) -> None:
+    """It could be loaded into no state."""
+    with pytest.raises(StateError) as save:
+        ckpt.save(str(tmp_path / "saved"), 1, {key: value})
+    dcp_save(
+        {"b": torch.ones(1), key: value}, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True
+    )
+    with pytest.raises(CkptUserError) as taken:
+        open_dcp(tmp_path / "dcp")
+    assert str(taken.value).endswith(str(save.value)), "the same words"
+    assert str(tmp_path / "dcp") in str(taken.value)
+
+
+def test_a_safetensors_name_that_a_save_refuses_is_not_imported(tmp_path: Path) -> None:
+    said(tmp_path / "1.safetensors", ("a", "w@rank0"), {"format": "pt"})
+    with pytest.raises(CkptUserError, match=r"1\.safetensors: model\.w@rank0: keys with '@rank'"):
+        open_safetensors(tmp_path)
+    said(tmp_path / "1.safetensors", ("a",), {"format": "pt", "w@rank0": "a"})
+    with pytest.raises(CkptUserError, match=r"model\.w@rank0: keys with '@rank'"):
+        open_safetensors(tmp_path)
+
+
+def test_what_was_one_rank_s_own_comes_back_from_our_own_exports(tmp_path: Path) -> None:
+    def make(n: float) -> dict[str, Any]:
+        return {"model": {"w": torch.full((3,), n), "mine": ckpt.PerRank(torch.full((2,), n))}}
+
+    saved, there = str(tmp_path / "saved"), str(tmp_path / "new")
+    ckpt.save(saved, 1, make(1.0))
+    ckpt.export(saved, 1, tmp_path / "st")
+    export_dcp(saved, 1, tmp_path / "dcp")
+    write_foreign(open_store(there), open_safetensors(tmp_path / "st"), step=1)
+    write_foreign(open_store(there), open_dcp(tmp_path / "dcp"), step=2)
+    for step in (1, 2):
+        live = make(0.0)
+        ckpt.load(there, live, step=step)
+        assert live["model"]["mine"].value.tolist() == [1.0, 1.0]
+
+
+def test_one_name_is_one_entry() -> None:
+    require_names([("a.b", "here"), ("a.c", "there")])
+    with pytest.raises(CkptUserError, match=r"^there: a\.b is the name of something in here already"):
+        require_names([("a.b", "here"), ("a.b", "there")])
 
 
 # ---------------------------------------------------------------- on S3

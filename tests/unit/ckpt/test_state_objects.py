@@ -362,8 +362,9 @@ def test_what_one_rank_kept_is_not_for_all(files: str) -> None:
 
 @pytest.mark.parametrize("value", [torch.ones(2), 5, {"x": torch.ones(2)}])
 def test_a_name_that_is_no_text_is_refused(files: str, value: Any) -> None:
-    with pytest.raises(StateError, match=r"^'a\\ud800(\.x)?': this name is no Unicode text"):
+    no_text = pytest.raises(StateError, match=r"^'a\\ud800': this name is no Unicode text")
+    with no_text:
         ckpt.save(files, 1, {"ok": 1, "a\ud800": value})
     ckpt.save(files, 1, {"ok": 1})
-    with pytest.raises(StateMismatchError, match=r"a\\ud800(\.x)? is not in the checkpoint"):
+    with no_text:
         ckpt.load(files, {"ok": 1, "a\ud800": value})
