@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import xxhash
 
-from surefoot.ckpt.errors import CkptError, CommitError
+from surefoot.ckpt.errors import CkptError, CommitError, FencedError
 from surefoot.ckpt.format.merge import merge_parts
 from surefoot.ckpt.format.piecetable import needs_table, stored_form, with_table
 from surefoot.ckpt.manifest import (
@@ -83,6 +83,21 @@ class GivenUp:
 
 
 CommitOutcome = Committed | Fenced | Lost | GivenUp
+
+
+def error_of_outcome(outcome: Fenced | Lost | GivenUp, *, generation: int, step: int) -> CkptError:
+    """What a commit that came to nothing is to whoever waits for it."""
+    match outcome:
+        case Fenced(by=by):
+            return FencedError(generation=generation, step=step, by=by)
+        case Lost(winner_attempt=winner):
+            return CommitError(
+                f"step {step} of generation {generation} was committed by another attempt, {winner}"
+            )
+        case GivenUp(reason=reason, cause=cause):
+            return cause or CommitError(reason)
+        case _:
+            assert_never(outcome)
 
 
 def commit(

@@ -7,20 +7,17 @@ the uploader, `write` stores straight from live memory and takes as long as that
 from __future__ import annotations
 
 import logging
-import time
 
 import torch
 
 from surefoot.ckpt.channel import Channel
-from surefoot.ckpt.errors import CommitError
 from surefoot.ckpt.live.copying import page_lock, page_unlock
 from surefoot.ckpt.live.livestate import LiveState
 from surefoot.ckpt.live.pool import StagingBuffer
 from surefoot.ckpt.saving.flight import Part
 from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.saving.jobs import UploadMsg
-from surefoot.ckpt.saving.upload import Attempt, store_object, store_part
-from surefoot.ckpt.saving.uploader import part_of_rank
+from surefoot.ckpt.saving.upload import store_job
 from surefoot.ckpt.saving.writer import UploaderProcess
 from surefoot.ckpt.store import ObjectStore
 from surefoot.failpoint import failpoint
@@ -106,30 +103,14 @@ class Equipment:
 
     def write(self, job: UploadMsg, part: Part) -> None:
         """Store this rank's part from live memory. Raises CommitError (time is up, or another rank failed), ObjectStore…Error."""
-        place = Attempt(generation=job.generation, step=job.step, attempt=job.attempt)
-        structure = self.live.layout.structure
-        give_up = time.monotonic() + job.deadline_s
-
-        def keep_going() -> None:
-            part.require_wanted()
-            if time.monotonic() > give_up:
-                raise CommitError(f"step {job.step}: not written within {job.deadline_s:g} s; given up")
-
-        failpoint("upload.before_objects")
-        data = store_object(
+        store_job(
             self._store,
-            place,
-            structure,
+            job,
+            self.live.layout.structure,
             self.live.chunks(),
-            rank=job.rank,
-            world_size=job.world_size,
-            deadline_s=job.deadline_s,
-            keep_going=keep_going,
+            hashes=self.live.hashes_of_any,
+            require_wanted=part.require_wanted,
         )
-        failpoint("upload.after_object")
-        replicas = self.live.hashes_of_any()
-        keep_going()
-        store_part(self._store, place, job.rank, [part_of_rank(job, structure, data, replicas)])
 
     def _lock_pages(self, buffer: StagingBuffer) -> None:
         """A device copies into page-locked memory by itself; into other memory the host has to help it along."""

@@ -16,11 +16,19 @@ import xxhash
 
 from surefoot.ckpt.boxes import Box, intersect
 from surefoot.ckpt.errors import CommitError, ImageError
-from surefoot.ckpt.format.image import ImageInfo, ImageStructure, SharedBox, data_view, read_image
+from surefoot.ckpt.format.image import (
+    ImageInfo,
+    ImageMeta,
+    ImageStructure,
+    SharedBox,
+    data_view,
+    read_image,
+)
 from surefoot.ckpt.format.stformat import DTYPES, StTensor, encode_header
 from surefoot.ckpt.manifest import (
     PAGE_NBYTES,
     DataObject,
+    LedgerRow,
     PartRecord,
     Piece,
     RankPart,
@@ -32,6 +40,7 @@ from surefoot.ckpt.manifest import (
 from surefoot.ckpt.objects.stream import Chunks, Streaming, create_or_recognise, stream_object
 from surefoot.ckpt.planning.plan import nbytes_of
 from surefoot.ckpt.planning.replicas import label
+from surefoot.ckpt.saving.jobs import UploadMsg
 from surefoot.ckpt.store import ObjectExistsError, ObjectStore
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
@@ -132,6 +141,73 @@ def store_object(
         checksums=checksums,
         header_checksum=xxhash.xxh3_64_hexdigest(header),
         pieces=structure.written,
+    )
+
+
+def store_job(
+    store: ObjectStore,
+    job: UploadMsg,
+    structure: ImageStructure,
+    chunks: Chunks,
+    *,
+    hashes: Callable[[], dict[str, str]],
+    require_wanted: Callable[[], None] = lambda: None,
+) -> None:
+    """Store all that one rank contributes, and say so: its data, then its part record.
+
+    Args:
+        hashes: of what other ranks hold as well, by label; asked for when the data are stored.
+        require_wanted: called for every chunk; raises to give up.
+
+    Raises: CommitError (time is up), ObjectStore…Error; see `stream_object`.
+    """
+    place = Attempt(generation=job.generation, step=job.step, attempt=job.attempt)
+    give_up = time.monotonic() + job.deadline_s
+
+    def keep_going() -> None:
+        require_wanted()
+        if time.monotonic() > give_up:
+            raise CommitError(f"step {job.step}: not stored within {job.deadline_s:g} s; given up")
+
+    failpoint("upload.before_objects")
+    data = store_object(
+        store,
+        place,
+        structure,
+        chunks,
+        rank=job.rank,
+        world_size=job.world_size,
+        deadline_s=job.deadline_s,
+        keep_going=keep_going,
+    )
+    failpoint("upload.after_object")
+    replicas = hashes()
+    keep_going()
+    part = _rank_part(job, structure, data, replicas, rank=job.rank, world_size=job.world_size)
+    store_part(store, place, job.rank, [part])
+
+
+def _rank_part(
+    told: UploadMsg | ImageMeta,
+    structure: ImageStructure,
+    data: DataObject | None,
+    replicas: dict[str, str],
+    *,
+    rank: int,
+    world_size: int,
+    ledger: tuple[LedgerRow, ...] = (),
+) -> RankPart:
+    return RankPart(
+        rank=rank,
+        world_size=world_size,
+        tensors=structure.tensors,
+        aliases=structure.aliases,
+        replicas=replicas,
+        values=told.values,
+        cursor=told.cursor,
+        ledger=ledger,
+        extra=told.extra,
+        data=data,
     )
 
 
@@ -278,15 +354,4 @@ def _store_image(
             raise
         replicas = hashes_of(section, s)
         require_sealed()
-    return RankPart(
-        rank=info.rank,
-        world_size=info.world_size,
-        tensors=s.tensors,
-        aliases=s.aliases,
-        replicas=replicas,
-        values=meta.values,
-        cursor=meta.cursor,
-        ledger=meta.ledger,
-        extra=meta.extra,
-        data=data,
-    )
+    return _rank_part(meta, s, data, replicas, rank=info.rank, world_size=info.world_size, ledger=meta.ledger)

@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import socket
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import assert_never
 
@@ -19,9 +18,16 @@ from surefoot import failpoint as failpoints
 from surefoot.ckpt.errors import CkptError, CommitError
 from surefoot.ckpt.format.image import ImageStructure
 from surefoot.ckpt.keeping.retention import Retention
-from surefoot.ckpt.manifest import DataObject, RankPart
 from surefoot.ckpt.objects.probe import do_without_conditions
-from surefoot.ckpt.saving.commit import CommitOutcome, Committed, Fenced, GivenUp, Lost, commit
+from surefoot.ckpt.saving.commit import (
+    CommitOutcome,
+    Committed,
+    Fenced,
+    GivenUp,
+    Lost,
+    commit,
+    error_of_outcome,
+)
 from surefoot.ckpt.saving.jobs import (
     AbandonMsg,
     BufferMsg,
@@ -38,9 +44,8 @@ from surefoot.ckpt.saving.jobs import (
     UploadMsg,
 )
 from surefoot.ckpt.saving.troubles import trouble_of
-from surefoot.ckpt.saving.upload import Attempt, hashes_of, report_failure, store_object, store_part
+from surefoot.ckpt.saving.upload import Attempt, hashes_of, report_failure, store_job
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
-from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
 log = logging.getLogger(__name__)
@@ -105,14 +110,14 @@ class Uploader:
         trouble: Trouble | None = None
         place = Attempt(generation=job.generation, step=job.step, attempt=job.attempt)
         try:
-            self._upload_part(job, place)
+            self._upload_part(job)
         except Exception as e:  # the rank must hear of it, whatever it is
             trouble = trouble_of(e)
         self._answer(UploadedMsg(attempt=job.attempt, trouble=trouble))
         if trouble is not None:
             leave_failure(self._store, place, job.rank, f"{trouble.kind}: {trouble.message}")
 
-    def _upload_part(self, job: UploadMsg, place: Attempt) -> None:
+    def _upload_part(self, job: UploadMsg) -> None:
         assert self._structure is not None, "a layout comes first"
         if not job.conditional:
             do_without_conditions(self._store)
@@ -120,31 +125,21 @@ class Uploader:
         section = (self._memory or memoryview(b""))[
             : s.written_nbytes if job.replicas is not None else s.data_nbytes
         ]
-        give_up = time.monotonic() + job.deadline_s
         names = {"generation": job.generation, "step": job.step, "attempt": job.attempt, "writer": job.rank}
 
-        def keep_going() -> None:
+        def require_wanted() -> None:
             if job.attempt in self._abandoned:
                 raise CommitError(f"step {job.step}, attempt {job.attempt}: abandoned")
-            if time.monotonic() > give_up:
-                raise CommitError(f"step {job.step}: not uploaded within {job.deadline_s:g} s; given up")
 
         with operation("upload", nbytes=s.written_nbytes, **names):
-            failpoint("upload.before_objects")
-            data = store_object(
+            store_job(
                 self._store,
-                place,
+                job,
                 s,
                 lambda _: (section[: s.written_nbytes],),
-                rank=job.rank,
-                world_size=job.world_size,
-                deadline_s=job.deadline_s,
-                keep_going=keep_going,
+                hashes=lambda: hashes_of(section, s) if job.replicas is None else job.replicas,
+                require_wanted=require_wanted,
             )
-            failpoint("upload.after_object")
-            replicas = hashes_of(section, s) if job.replicas is None else job.replicas
-            keep_going()
-            store_part(self._store, place, job.rank, [part_of_rank(job, s, data, replicas)])
 
     # ---- committing
 
@@ -176,22 +171,6 @@ class Uploader:
             pass  # the rank has gone, and `watch` is about to end us too
 
 
-def part_of_rank(
-    job: UploadMsg, s: ImageStructure, data: DataObject | None, replicas: dict[str, str]
-) -> RankPart:
-    return RankPart(
-        rank=job.rank,
-        world_size=job.world_size,
-        tensors=s.tensors,
-        aliases=s.aliases,
-        replicas=replicas,
-        values=job.values,
-        cursor=job.cursor,
-        extra=job.extra,
-        data=data,
-    )
-
-
 def answer_of(job: CommitMsg, outcome: CommitOutcome) -> CommittedMsg:
     """What a commit came to, in the words of the protocol."""
     match outcome:
@@ -199,15 +178,11 @@ def answer_of(job: CommitMsg, outcome: CommitOutcome) -> CommittedMsg:
             return CommittedMsg(attempt=job.attempt)
         case Fenced(by=by):
             return CommittedMsg(attempt=job.attempt, fenced_by=by)
-        case Lost(winner_attempt=winner):
-            error: Exception = CommitError(
-                f"step {job.step} of generation {job.generation} was committed by another attempt, {winner}"
-            )
-        case GivenUp(reason=reason, cause=cause):
-            error = cause or CommitError(reason)
+        case Lost() | GivenUp():
+            error = error_of_outcome(outcome, generation=job.generation, step=job.step)
+            return CommittedMsg(attempt=job.attempt, trouble=trouble_of(error))
         case _:
             assert_never(outcome)
-    return CommittedMsg(attempt=job.attempt, trouble=trouble_of(error))
 
 
 def leave_failure(store: ObjectStore, place: Attempt, writer: int, reason: str) -> None:
