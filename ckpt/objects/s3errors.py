@@ -36,6 +36,10 @@ class DamagedPartError(Exception):
     """The store's checksum of a part differs from ours: it holds other bytes than were sent. Worth sending again."""
 
 
+class TooLateError(Exception):
+    """The deadline had passed before this try could be made."""
+
+
 class Verdict(Enum):
     """What an exception of one try means."""
 
@@ -46,6 +50,7 @@ class Verdict(Enum):
     DENIED = "wrong keys or no permission"
     UNTRUSTED = "nobody vouches for the server's certificate"
     CONFLICT = "another conditional write is under way; nothing was done"
+    LATE = "the time for it was over before; nothing was done"
     AWAY = "nobody answers; nothing was done"
     BUSY = "the store asks for patience; nothing was done"
     DAMAGED = "it arrived damaged; nothing was done"
@@ -130,6 +135,8 @@ def judge(e: BaseException) -> Verdict:
         return verdict
     if status >= 500 or code == "InternalError":
         return Verdict.CUT_OFF
+    if isinstance(e, TooLateError):
+        return Verdict.LATE
     if isinstance(e, DamagedPartError):
         return Verdict.DAMAGED
     if isinstance(e, (PermissionError, *_NO_KEYS)):
@@ -161,9 +168,11 @@ class Call:
 
 
 def words_of(e: BaseException, call: Call) -> str:
-    """What could not be done, and the server's or the library's reason. PURE."""
+    """What could not be done, and the server's, the library's or our own reason. PURE."""
     code, status = answered(e)
     reason = f"{code or type(e).__name__}{f' ({status})' if status else ''}: {e}"
+    if isinstance(e, TooLateError):
+        reason = str(e)
     return f"{call.root}: cannot {call.what} {call.key}{f' ({call.within})' if call.within else ''}: {reason}"
 
 
@@ -195,6 +204,8 @@ def typed(
             return ObjectUnknownError(
                 f"{said} (after {tries} tries); whether it took effect is unknown: read it back"
             )
+        case Verdict.LATE:
+            return ObjectStoreUnavailableError(said)
         case Verdict.PAST_END:
             return PastEndError(said)
         case Verdict.OTHER:

@@ -16,12 +16,20 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from s3fs import S3FileSystem
 
-from surefoot.ckpt.objects.s3errors import WORTH_A_RETRY, Call, Verdict, judge, typed, words_of
+from surefoot.ckpt.objects.s3errors import (
+    WORTH_A_RETRY,
+    Call,
+    TooLateError,
+    Verdict,
+    judge,
+    typed,
+    words_of,
+)
 
 CONNECT_TIMEOUT_S = 3.0
 """A server that does not accept a connection within this is treated as away; a TCP SYN is repeated after 1 s."""
@@ -49,11 +57,25 @@ class Patience:
 
     deadline: float
     try_s: float
+    begun: float = field(default_factory=time.monotonic)
+    """Since when the time counts, on the same clock: a call may be one of several that share it."""
     unreachable_s: float = UNREACHABLE_S
     """How long connections are tried."""
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
+
+    def try_now_s(self) -> float:
+        """How long a try may take that is made now. Raises TooLateError."""
+        left_s = self.left_s()
+        if left_s <= 0:
+            raise TooLateError(over(self.deadline - self.begun, -left_s))
+        return min(self.try_s, left_s)
+
+
+def over(deadline_s: float, late_s: float) -> str:
+    """For messages: how long it might take, and since when that is over. PURE."""
+    return f"its deadline of {deadline_s:.1f} s has passed, {late_s:.1f} s ago"
 
 
 async def patiently(attempt: Callable[[], Awaitable[_T]], call: Call, patience: Patience) -> _T:
@@ -66,10 +88,11 @@ async def patiently(attempt: Callable[[], Awaitable[_T]], call: Call, patience: 
     tries = silent = 0
     while True:
         try:
-            return await _bounded(attempt(), min(patience.try_s, patience.left_s()))
+            try_s = patience.try_now_s()
+            return await _bounded(attempt(), try_s)
         except Exception as e:
             verdict = judge(e)
-            tries += 1
+            tries += verdict is not Verdict.LATE
             silent += isinstance(e, TimeoutError)
             may_have_worked |= verdict is Verdict.CUT_OFF
             pause_s = pause_after(tries, f"{call.root}/{call.key}/{call.within}")
@@ -100,7 +123,7 @@ async def _bounded(attempt: Awaitable[_T], timeout_s: float) -> _T:
     """TimeoutError after `timeout_s` also where the attempt does not end when it is cancelled (`wait_for` would wait on)."""
     task = asyncio.ensure_future(attempt)
     try:
-        await asyncio.wait({task}, timeout=max(timeout_s, 0.0))
+        await asyncio.wait({task}, timeout=timeout_s)
     finally:
         if not task.done():
             task.cancel()

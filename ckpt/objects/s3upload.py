@@ -30,6 +30,7 @@ from surefoot.ckpt.objects.s3session import (
     UNREACHABLE_S,
     Patience,
     Session,
+    over,
     patiently,
 )
 from surefoot.ckpt.store import (
@@ -87,7 +88,8 @@ class S3Upload:
         self._size = size
         self._part_nbytes = max(sizing.part_nbytes, -(-size // MOST_PARTS))
         self._sizing = sizing
-        self._deadline = time.monotonic() + deadline_s
+        self._begun = time.monotonic()
+        self._deadline = self._begun + deadline_s
         self._nonce = secrets.token_hex(8)
         self._part = _Part()
         self._taken = 0
@@ -177,7 +179,7 @@ class S3Upload:
                 if left <= -1.0:
                     raise ObjectStoreUnavailableError(
                         f"{self._target.root}: cannot create {self._target.key} ({self._words()}): parts "
-                        f"{sorted(self._going)} are not stored, and the time for it is over"
+                        f"{sorted(self._going)} are not stored, and {over(self._deadline - self._begun, -left)}"
                     )
                 self._changed.wait(max(left, 0.0) + 1.0)
             if self._error is not None:
@@ -272,6 +274,7 @@ class S3Upload:
 
     def _patience(self, nbytes: int = 0) -> Patience:
         return Patience(
+            begun=self._begun,
             deadline=self._deadline,
             try_s=self._sizing.try_s + nbytes / SLOWEST_BYTES_PER_S,
             unreachable_s=RESTART_S if self._sent else UNREACHABLE_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, cast
 
 import botocore.exceptions as boto
 import pytest
@@ -13,18 +13,20 @@ from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
 from surefoot.ckpt.objects import s3session
-from surefoot.ckpt.objects.s3create import Body
-from surefoot.ckpt.objects.s3errors import Call, Verdict, judge
+from surefoot.ckpt.objects.s3create import Body, Target
+from surefoot.ckpt.objects.s3errors import Call, TooLateError, Verdict, judge
 from surefoot.ckpt.objects.s3read import cut
 from surefoot.ckpt.objects.s3session import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     SILENT_TRIES,
     Patience,
+    Session,
     patiently,
     pause_after,
     require_endpoint,
 )
+from surefoot.ckpt.objects.s3upload import S3Upload, Sizing
 from surefoot.ckpt.store import ObjectStoreUnavailableError, ObjectUnknownError, open_store
 
 
@@ -80,6 +82,7 @@ def test_answers_of_the_server(error: ClientError, verdict: Verdict, translated:
         (boto.ReadTimeoutError(endpoint_url="http://x"), Verdict.CUT_OFF),
         (boto.ConnectionClosedError(endpoint_url="http://x"), Verdict.CUT_OFF),
         (TimeoutError(), Verdict.CUT_OFF),
+        (TooLateError("late"), Verdict.LATE),
         (ConnectionResetError(), Verdict.CUT_OFF),
         (boto.NoCredentialsError(), Verdict.DENIED),
         (PermissionError("no"), Verdict.DENIED),
@@ -183,6 +186,67 @@ def test_silence_is_given_up_before_the_deadline(short_pauses: None) -> None:
     with pytest.raises(ObjectUnknownError, match=f"after {SILENT_TRIES} tries"):
         asyncio.run(patiently(silent, call, patience))
     assert tries == SILENT_TRIES
+
+
+CREATION = Call(root="s3://b", what="create", key="k", creates=True)
+
+
+def test_what_comes_after_its_deadline_is_not_tried() -> None:
+    """It is said by how much it came too late; and a creation of which nothing was sent has surely not worked."""
+
+    async def never() -> None:
+        raise AssertionError("sent all the same")
+
+    now = time.monotonic()
+    late = Patience(begun=now - 601.8, deadline=now - 1.8, try_s=10.0)
+    said = r"^s3://b: cannot create k: its deadline of 600\.0 s has passed, \d+\.\d s ago$"
+    with pytest.raises(ObjectStoreUnavailableError, match=said):
+        asyncio.run(patiently(never, CREATION, late))
+
+
+def test_a_creation_without_an_answer_stays_unknown_when_its_deadline_passes(
+    short_pauses: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent() -> None:
+        clock.now = 4.99  # time for a pause, and no more
+        raise TimeoutError("no answer")
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += 0.001
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(s3session, "time", clock)
+    monkeypatch.setattr(s3session, "_tell", lambda *_: setattr(clock, "now", 6.0))
+    patience = Patience(begun=0.0, deadline=5.0, try_s=10.0)
+    with pytest.raises(
+        ObjectUnknownError, match=r"deadline of 5\.0 s .* \(after 1 tries\); whether it took effect"
+    ):
+        asyncio.run(patiently(silent, CREATION, patience))
+
+
+def test_parts_that_are_not_stored_in_time_are_named_with_the_deadline() -> None:
+    class Hanging:
+        """A store that has begun the upload, and then says nothing."""
+
+        def run(self, *_: Any) -> dict[str, str]:
+            return {"UploadId": "u1"}
+
+        def submit(self, sending: Any) -> None:
+            sending.close()
+
+    target = Target(root="s3://b", bucket="b", prefix="", key="k")
+    sizing = Sizing(part_nbytes=4, in_flight=1, try_s=1.0)
+    upload = S3Upload(cast("Session", Hanging()), target, 12, sizing, -5.0)
+    upload.put(memoryview(b"part"))
+    with pytest.raises(
+        ObjectStoreUnavailableError,
+        match=r"k \(upload u1\): parts \[1\] are not stored, and its deadline of -5\.0 s has passed, 5\.\d s ago",
+    ):
+        upload.put(memoryview(b"part"))
 
 
 def test_how_long_a_store_that_is_away_is_waited_for(short_pauses: None) -> None:
