@@ -50,7 +50,7 @@ from surefoot.agent.messages import (
 from surefoot.agent.slots import SlotFolder
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CkptError
-from surefoot.ckpt.record import highest_record
+from surefoot.ckpt.record import Record, highest_record
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
 from surefoot.failpoint import failpoint
 
@@ -89,6 +89,7 @@ class SnapshotJobs:
         self._start = (0, 0)
         self._swept = 0
         """The generation after whose first commit the leftovers of those before it were swept."""
+        self._records: dict[int, Record] = {}
         self._conditional = True
         self._store: ObjectStore | None = None
         self._store_lock = threading.Lock()
@@ -256,7 +257,9 @@ class SnapshotJobs:
             if highest_record(store) > generation:
                 return
             if self._config.retention is not None:
-                tiers.apply_retention(store, self._config.retention, generation=generation)
+                tiers.apply_retention(
+                    store, self._config.retention, generation=generation, known=self._records
+                )
             if self._swept != generation:
                 tiers.sweep_orphans(store)
                 self._swept = generation

@@ -17,14 +17,20 @@ The race that the rules are made for: generation 3 has committed step 20 and is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
 
 from surefoot.ckpt.errors import CkptWorldError, DamagedError, LineageError
 from surefoot.ckpt.manifest import ManifestRef, check_format, encode, manifest_refs, seal_holds, sealed
-from surefoot.ckpt.store import ObjectExistsError, ObjectMissingError, ObjectStore, ObjectUnknownError
+from surefoot.ckpt.store import (
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectStore,
+    ObjectUnknownError,
+    each_of,
+)
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
@@ -157,9 +163,21 @@ def read_record(store: ObjectStore, generation: int) -> tuple[Record, bytes]:
     return record, data
 
 
-def read_records(store: ObjectStore, known: Mapping[int, Record] | None = None) -> dict[int, Record]:
-    """All records by generation. Records never change, so those in `known` are not read again."""
-    return {g: known[g] if known and g in known else read_record(store, g)[0] for g in list_records(store)}
+def read_records(store: ObjectStore, known: MutableMapping[int, Record] | None = None) -> dict[int, Record]:
+    """All records by generation. They never change: those in `known` are not read again, and what is read is added to it. A job
+    has as many as it was started, and whoever asks after each commit would read ever more.
+
+    Raises: ObjectMissingError, FormatError, DamagedError, ObjectStore…Error.
+    """
+    known = {} if known is None else known
+    there = list_records(store)
+    new = [g for g in there if g not in known]
+
+    def read(generation: int) -> None:
+        known[generation] = read_record(store, generation)[0]
+
+    each_of(read, new)
+    return {g: known[g] for g in there}
 
 
 def create_record(store: ObjectStore, record: Record) -> bytes:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from surefoot.history import UnknownOutcomeError
+
+READERS = 16
+"""How many small objects are read at a time: of a store far away each is a round trip."""
+
+_A = TypeVar("_A")
+_R = TypeVar("_R")
 
 
 class ObjectStoreError(Exception):
@@ -145,6 +152,15 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """A missing object is no error."""
         ...
+
+
+def each_of(act: Callable[[_A], _R], items: Iterable[_A]) -> list[_R]:
+    """`act`, a small read, of each item; in their order, where there are many some at a time. Raises what the first that fails raises."""
+    todo = list(items)
+    if len(todo) < 2 * READERS:
+        return [act(item) for item in todo]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-small-reads") as pool:
+        return list(pool.map(act, todo))
 
 
 # ---------------------------------------------------------------- keys and roots

@@ -31,6 +31,7 @@ from surefoot.ckpt.store import (
     ObjectStoreDeniedError,
     ObjectStoreError,
     ObjectUnknownError,
+    each_of,
 )
 from surefoot.controller import wire
 from surefoot.controller.core import decisions as dec
@@ -86,13 +87,14 @@ class Records:
     def all(self) -> tuple[dict[int, Record], dict[int, str]]:
         """Every record there is, and the hash of each one's bytes. Raises: CkptError, ObjectStore…Error."""
         generations = list_records(self._objects)
-        for generation in generations:
-            if generation not in self._known:
-                record, data = read_record(self._objects, generation)
-                with self._lock:
-                    self._known[generation] = (record, wire.digest(data))
+        each_of(self._read, [g for g in generations if g not in self._known])
         found = {g: self._known[g] for g in generations}
         return {g: r for g, (r, _) in found.items()}, {g: h for g, (_, h) in found.items()}
+
+    def _read(self, generation: int) -> None:
+        record, data = read_record(self._objects, generation)
+        with self._lock:
+            self._known[generation] = (record, wire.digest(data))
 
 
 class Trial:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from surefoot.ckpt.errors import CkptError
-from surefoot.ckpt.record import ManifestRef, Record, list_manifests, list_records, read_record
+from surefoot.ckpt.record import ManifestRef, Record, list_manifests, list_records, read_record, read_records
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
 from surefoot.controller import wire
 from surefoot.controller.journal import read_incidents
@@ -117,9 +117,7 @@ class JobReader:
 
     def _list_objects(self, objects: ObjectStore, trouble: list[str]) -> None:
         try:
-            for generation in list_records(objects):
-                if generation not in self._records:
-                    self._records[generation] = read_record(objects, generation)[0]
+            read_records(objects, self._records)
             self._manifests = list_manifests(objects)
             if self._store is None:
                 self._incidents = read_incidents(objects)

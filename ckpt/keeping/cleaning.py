@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 
 import msgspec
@@ -36,8 +37,8 @@ from surefoot.ckpt.manifest import (
     step_prefix,
 )
 from surefoot.ckpt.progress import Progress
-from surefoot.ckpt.record import lineage, list_records, read_records, require_recorded
-from surefoot.ckpt.store import ObjectMissingError, ObjectStore, Unfinished
+from surefoot.ckpt.record import Record, lineage, list_records, read_records, require_recorded
+from surefoot.ckpt.store import ObjectMissingError, ObjectStore, Unfinished, each_of
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
@@ -47,15 +48,24 @@ _log = logging.getLogger(__name__)
 # ---------------------------------------------------------------- after a commit
 
 
-def apply_retention(store: ObjectStore, retention: Retention, *, generation: int) -> list[ManifestRef]:
+def apply_retention(
+    store: ObjectStore,
+    retention: Retention,
+    *,
+    generation: int,
+    known: MutableMapping[int, Record] | None = None,
+) -> list[ManifestRef]:
     """Delete what the lineage of `generation` lets go; returns it. For the committer, between two commits.
 
     A checkpoint whose manifest cannot be read stays, with all its data: what belongs to it is not known.
 
+    Args:
+        known: see `read_records`.
+
     Raises: ObjectStore…Error, LineageError. What was deleted stays deleted; the rest is found next time.
     """
     gone: list[ManifestRef] = []
-    for verdict in judge_line(store, retention, generation):
+    for verdict in judge_line(store, retention, generation, known):
         if verdict.keep:
             continue
         ref = verdict.ref
@@ -66,13 +76,19 @@ def apply_retention(store: ObjectStore, retention: Retention, *, generation: int
     return gone
 
 
-def judge_line(store: ObjectStore, retention: Retention, generation: int | None = None) -> list[Verdict]:
-    """What the rules say of each checkpoint on the lineage of `generation` (None: the newest), ascending.
+def judge_line(
+    store: ObjectStore,
+    retention: Retention,
+    generation: int | None = None,
+    known: MutableMapping[int, Record] | None = None,
+) -> list[Verdict]:
+    """What the rules say of each checkpoint on the lineage of `generation` (None: the newest), ascending. `known`: see
+    `read_records`.
 
     Raises: ObjectStore…Error, LineageError.
     """
     keys = [o.key for o in store.list("gen-")]
-    records, refs = read_records(store), manifest_refs(keys)
+    records, refs = read_records(store, known), manifest_refs(keys)
     if generation is None:
         require_recorded(records, refs)
     line = lineage(records, refs, generation)
@@ -124,15 +140,17 @@ def _delete_checkpoint(store: ObjectStore, ref: ManifestRef) -> bool:
 
 def _times(store: ObjectStore, line: Iterable[ManifestRef]) -> dict[ManifestRef, float]:
     """When each was committed, as far as its manifest can be read and says so."""
-    times: dict[ManifestRef, float] = {}
-    for ref in line:
+
+    def time_of(ref: ManifestRef) -> float | None:
         try:
             at = decode(Manifest, store.read(ref.key), key=ref.key).facts.get("committed_at")
         except (CkptError, ObjectMissingError):
-            continue
-        if isinstance(at, int | float):
-            times[ref] = float(at)
-    return times
+            return None
+        return float(at) if isinstance(at, int | float) else None
+
+    refs = list(line)
+    found = zip(refs, each_of(time_of, refs), strict=True)
+    return {ref: at for ref, at in found if at is not None}
 
 
 # ---------------------------------------------------------------- gc
@@ -270,6 +288,7 @@ class _Survey:
 
     holdings: Holdings
     named: dict[tuple[int, int], str | None]
+    """As `orphans` takes it. Of a step at which one attempt alone lies the manifest is not read: that attempt stays anyway."""
     over_below: int
     records: list[int]
     modified: dict[str, float]
@@ -281,9 +300,10 @@ def _survey(store: ObjectStore) -> _Survey:
     records = list_records(store)
     listed = store.list("")
     manifests = manifest_refs(o.key for o in listed)
+    holdings = sort_out((o.key, o.size) for o in listed)
     return _Survey(
-        holdings=sort_out((o.key, o.size) for o in listed),
-        named={(m.generation, m.step): _attempt_of(store, m) for m in manifests},
+        holdings=holdings,
+        named=_named(store, holdings, manifests),
         over_below=generations_over(manifests, records),
         records=records,
         modified={o.key: o.modified_at for o in listed},
@@ -318,6 +338,16 @@ def _delete_abandoned(store: ObjectStore, orphan: Orphan, since: float) -> bool:
     return True
 
 
+def _named(
+    store: ObjectStore, holdings: Holdings, manifests: Iterable[ManifestRef]
+) -> dict[tuple[int, int], str | None]:
+    attempts = Counter((a.generation, a.step) for a in holdings.attempts)
+    named: dict[tuple[int, int], str | None] = {(m.generation, m.step): None for m in manifests}
+    in_doubt = [m for m in manifests if attempts[m.generation, m.step] > 1]
+    found = each_of(lambda m: _attempt_of(store, m), in_doubt)
+    return named | {(m.generation, m.step): a for m, a in zip(in_doubt, found, strict=True)}
+
+
 def _attempt_of(store: ObjectStore, ref: ManifestRef) -> str | None:
     try:
         return decode(Manifest, store.read(ref.key), key=ref.key).attempt
@@ -327,7 +357,8 @@ def _attempt_of(store: ObjectStore, ref: ManifestRef) -> str | None:
 
 def _unfinished(store: ObjectStore, generations: Iterable[int]) -> list[Unfinished]:
     """Uploads and temporary files of these generations."""
-    return [u for g in generations for u in store.unfinished(f"gen-{g:04d}/")]
+    folders = {f"gen-{g:04d}" for g in generations}
+    return [u for u in store.unfinished("gen-") if u.key.partition("/")[0] in folders]
 
 
 def _is_given_up(u: Unfinished, seen: _Survey, since: float | None) -> bool:

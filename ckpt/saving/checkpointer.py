@@ -37,7 +37,7 @@ from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
 from surefoot.ckpt.loading.reading import ADVICE
 from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_start
 from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
-from surefoot.ckpt.record import StartRef, read_records
+from surefoot.ckpt.record import Record, StartRef, read_records
 from surefoot.ckpt.saving.cadence import Cadence
 from surefoot.ckpt.saving.equipment import Equipment
 from surefoot.ckpt.saving.flight import Flight, Terms, words_of_attempt
@@ -118,6 +118,7 @@ class Checkpointer:
         self._last_commit: tuple[int, float] | None = None
         """On rank 0: its step, and when, on the monotonic clock."""
         self._swept = False
+        self._records: dict[int, Record] = {}
         self._fenced: FencedError | None = None
         self._owner = os.getpid()
         self._calling = threading.Lock()
@@ -474,6 +475,7 @@ class Checkpointer:
             facts={"host": socket.gethostname(), "pid": os.getpid(), **self._cadence.facts()},
             retention=self._retention,
             sweep=not self._swept,
+            known=self._records,
             committed=lambda: self._note_commit(place.step),
             stale_words=words_of_attempt(stale) if stale and rank == 0 else (),
         )

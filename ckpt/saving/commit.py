@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -42,15 +41,13 @@ from surefoot.ckpt.store import (
     ObjectStoreError,
     ObjectStoreUnavailableError,
     ObjectUnknownError,
+    each_of,
 )
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.005, 0.5
 """Parts of small states arrive within milliseconds, those of large ones within minutes; a listing costs about 10 ms on S3."""
-
-PART_READERS = 16
-"""Part records read at once, where there are many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,10 +201,7 @@ def _read_parts(store: ObjectStore, keys: Sequence[str]) -> dict[str, PartRecord
     def read(key: str) -> PartRecord:
         return decode(PartRecord, store.read(key), key=key)
 
-    if len(keys) < 2 * PART_READERS:
-        return {key: read(key) for key in keys}
-    with ThreadPoolExecutor(PART_READERS, thread_name_prefix="ckpt-parts") as pool:
-        return dict(zip(keys, pool.map(read, keys), strict=True))
+    return dict(zip(keys, each_of(read, keys), strict=True))
 
 
 def _with_table(store: ObjectStore, manifest: Manifest) -> Manifest:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from surefoot.ckpt.errors import CommitError, FencedError
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.loading.restore import read_manifest
 from surefoot.ckpt.manifest import Manifest
+from surefoot.ckpt.record import Record
 from surefoot.ckpt.saving.commit import commit
 from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.saving.jobs import AbandonMsg, CommitMsg, CommittedMsg, Trouble, UploadedMsg
@@ -63,6 +64,8 @@ class Terms:
     retention: Retention | None
     sweep: bool
     """After the commit, sweep what earlier generations left."""
+    known: MutableMapping[int, Record]
+    """Records that this process has read, kept from flight to flight."""
     committed: Callable[[], None]
     """Called on rank 0 once the step is committed."""
     stale_words: Sequence[str] = ()
@@ -155,10 +158,12 @@ class Flight:
             error = error or e
         _log.debug("%s: %s after %.3f s", self._name, error or "committed", time.monotonic() - self._begun)
         self._handle.finish(None if error is not None else self._read_manifest, error)
-        if (
-            self._committed_here and error is None
-        ):  # nobody has to wait for this but `close` and the next save
-            tidy(self._store, self._terms.retention, self._terms.place.generation, sweep=self._terms.sweep)
+        if self._committed_here and error is None:
+            self._tidy()  # nobody has to wait for this but `close` and the next save
+
+    def _tidy(self) -> None:
+        terms = self._terms
+        tidy(self._store, terms.retention, terms.place.generation, sweep=terms.sweep, known=terms.known)
 
     def _read_manifest(self) -> Manifest:
         return read_manifest(self._store, self._terms.place.generation, self._terms.place.step)
@@ -278,10 +283,6 @@ class Flight:
         self._note(error)
         if outcome == Outcome():
             self._terms.committed()
-            if self._committed_here:
-                tidy(
-                    self._store, self._terms.retention, self._terms.place.generation, sweep=self._terms.sweep
-                )
         return outcome
 
     def _note(self, error: Exception | None) -> None:

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import socket
+from collections.abc import MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import assert_never
 
@@ -19,6 +20,7 @@ from surefoot.ckpt.errors import CkptError, CommitError
 from surefoot.ckpt.format.image import ImageStructure
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.objects.probe import do_without_conditions
+from surefoot.ckpt.record import Record
 from surefoot.ckpt.saving.commit import (
     CommitOutcome,
     Committed,
@@ -63,6 +65,7 @@ class Uploader:
         self._uploading = ThreadPoolExecutor(1, "upload")
         self._committing = ThreadPoolExecutor(1, "commit")
         self._last: list[Future[None]] = []
+        self._records: dict[int, Record] = {}
         self._failpoints = failpoints.armed_text()
 
     def serve(self) -> None:
@@ -161,7 +164,7 @@ class Uploader:
             answer = CommittedMsg(attempt=job.attempt, trouble=trouble_of(e))
         self._answer(answer)
         if committed:
-            tidy(self._store, job.retention, job.generation, sweep=job.sweep)
+            tidy(self._store, job.retention, job.generation, sweep=job.sweep, known=self._records)
         self._answer(TidiedMsg(job.attempt))
 
     def _answer(self, message: UploadedMsg | CommittedMsg | TidiedMsg) -> None:
@@ -200,15 +203,22 @@ def leave_failure(store: ObjectStore, place: Attempt, writer: int, reason: str) 
         log.warning("that attempt %s of step %d failed could not be noted: %s", place.attempt, place.step, e)
 
 
-def tidy(store: ObjectStore, retention: Retention | None, generation: int, *, sweep: bool) -> None:
-    """The checkpoint stands; that something old could not be deleted is no reason to fail."""
+def tidy(
+    store: ObjectStore,
+    retention: Retention | None,
+    generation: int,
+    *,
+    sweep: bool,
+    known: MutableMapping[int, Record],
+) -> None:
+    """The checkpoint stands; that something old could not be deleted is no reason to fail. `known`: see `read_records`."""
     from surefoot.ckpt.keeping.cleaning import apply_retention, sweep_orphans
 
     try:
         if sweep:
             sweep_orphans(store)
         if retention is not None:
-            apply_retention(store, retention, generation=generation)
+            apply_retention(store, retention, generation=generation, known=known)
     except (CkptError, ObjectStoreError) as e:
         log.warning("what is no longer needed could not be deleted this time: %s", e)
 

@@ -33,7 +33,6 @@ from surefoot.ckpt.manifest import (
     part_key,
 )
 from surefoot.ckpt.record import Record, StartRef, create_record
-from surefoot.ckpt.saving import commit as commit_module
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,
@@ -151,9 +150,8 @@ def test_a_part_that_is_missing(store: FaultyStore) -> None:
     assert not [k for k in store.created if k.endswith("manifest.json")]
 
 
-def test_many_parts_are_read_at_once(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_parts_are_read_at_once(store: FaultyStore) -> None:
     """Forty ranks, each with a part of its own."""
-    monkeypatch.setattr(commit_module, "PART_READERS", 4)
     upload(store, make_images(arrays(8), 40))
     outcome = commit(store, writers=40)
     assert isinstance(outcome, tiers.Committed)
