@@ -19,6 +19,7 @@ import xxhash
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.live.leaves import Leaf, dtype_of, memory_of, part_of
 from surefoot.ckpt.live.ranklayout import Copy
+from surefoot.ckpt.live.streams import Fence, SideStreams
 
 THREADS_NBYTES = 4 * 2**20
 """A larger copy is worth starting torch's threads for."""
@@ -33,49 +34,6 @@ _memmove = ctypes.memmove
 def is_plain_memory(t: torch.Tensor) -> bool:
     """Do its bytes lie in host memory one after the other?"""
     return t.device.type == "cpu" and t.is_contiguous() and not t.is_conj() and not t.is_neg()
-
-
-class Fence:
-    """Copies that a device still makes. `wait` blocks the calling thread until they are done."""
-
-    def __init__(self, events: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
-        self._events = events
-        self._sources = sources
-        """Kept, so that their memory is not given to others meanwhile."""
-
-    def wait(self) -> None:
-        for event in self._events:
-            event.synchronize()
-        self._sources = ()
-
-    def done(self) -> bool:
-        return all(event.query() for event in self._events)
-
-
-class SideStreams:
-    """One stream for copies per device."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Fence | None:
-        """Start copies (target in host memory, source on a device). None where there are none."""
-        if not pairs:
-            return None
-        events: list[Any] = []
-        for device in {source.device for _, source in pairs}:
-            side = self._streams.setdefault(device, torch.cuda.Stream(device))
-            current = torch.cuda.current_stream(device)
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                for target, source in pairs:
-                    if source.device == device:
-                        target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(side)
-            current.wait_event(event)
-            events.append(event)
-        return Fence(events, [source for _, source in pairs])
 
 
 def copy_into(
@@ -163,20 +121,3 @@ def _parts(t: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = max(1, BOUNCE_NBYTES * t.shape[0] // t.nbytes)
     for at in range(0, t.shape[0], rows):
         yield from _parts(t[at : at + rows])
-
-
-# ---------------------------------------------------------------- page-locked memory
-
-
-def page_lock(base: torch.Tensor) -> bool:
-    """Let the device copy into `base` by itself. False where there is no device; then copies go through torch's own buffers."""
-    if not torch.cuda.is_available():
-        return False
-    cudart: Any = torch.cuda.cudart()
-    return int(cudart.cudaHostRegister(base.data_ptr(), base.numel(), 0)) == 0
-
-
-def page_unlock(base: torch.Tensor) -> None:
-    """Before the memory is given back."""
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(base.data_ptr())

@@ -14,17 +14,11 @@ from typing import Any
 
 import torch
 
-from surefoot.ckpt.live.copying import (
-    Fence,
-    LiveChunks,
-    SideStreams,
-    copy_into,
-    hash_in_place,
-    hashable_in_place,
-)
+from surefoot.ckpt.live.copying import LiveChunks, copy_into, hash_in_place, hashable_in_place
 from surefoot.ckpt.live.leaves import Leaf, part_of
 from surefoot.ckpt.live.pool import StagingBuffer
 from surefoot.ckpt.live.ranklayout import Exchange, RankLayout, agree_on_layout
+from surefoot.ckpt.live.streams import Fence, SideStreams
 from surefoot.ckpt.planning.replicas import label
 from surefoot.ckpt.state import Collected, collect, missing_optimizer_nbytes
 
@@ -118,6 +112,15 @@ class LiveState:
         layout = self.layout
         copies = layout.written if self._in_place else (*layout.written, *layout.kept)
         return copy_into(copies, self._found.leaves, base, self._side)
+
+    def device(self) -> torch.device | None:
+        """A CUDA device that holds some of the state; None where none does."""
+        views = (view for leaf in self._found.leaves.values() for view in leaf.views)
+        return next((view.device for view in views if view.is_cuda), None)
+
+    def copied(self, timeout_s: float) -> bool:
+        """Wait until no device copies into a buffer any more, as for a save that was given up. False where that takes longer."""
+        return self._side.idle(timeout_s)
 
     def hashes(self) -> dict[str, str] | None:
         """xxh3-64 of every box that replicas hold as well, by its label. None where the uploader has to take them."""

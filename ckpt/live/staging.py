@@ -149,7 +149,8 @@ class Stager:
     def _copy(self, layout: RankLayout, leaves: Mapping[str, Leaf], data: memoryview) -> None:
         import torch
 
-        from surefoot.ckpt.live.copying import SideStreams, copy_into
+        from surefoot.ckpt.live.copying import copy_into
+        from surefoot.ckpt.live.streams import SideStreams
 
         if not len(data):
             return

@@ -23,6 +23,7 @@ import torch
 from surefoot.ckpt.boxes import Box
 from surefoot.ckpt.live.leaves import Leaf, memory_of, part_of
 from surefoot.ckpt.live.source import Want
+from surefoot.ckpt.live.streams import CallersStreams
 from surefoot.ckpt.loading.nodememory import NodeMemory, meet
 from surefoot.ckpt.loading.reading import read_into
 from surefoot.ckpt.loading.sharing import Parcel, Party, Vote, bits
@@ -92,8 +93,11 @@ def _submitted(
     return futures if isinstance(pool, _Inline) else list(futures)
 
 
-def _readers(count: int) -> Executor:
-    return ThreadPoolExecutor(max_workers=count, thread_name_prefix="ckpt-read") if count else _Inline()
+def _readers(count: int, begin: Callable[[], None]) -> Executor:
+    """`begin` is called by each thread at first."""
+    if not count:
+        return _Inline()
+    return ThreadPoolExecutor(max_workers=count, thread_name_prefix="ckpt-read", initializer=begin)
 
 
 class Carrier:
@@ -107,13 +111,14 @@ class Carrier:
         for want in wants:
             for h in want.leaf.held:
                 self._leaves.setdefault((want.stored, h.box), []).append(want.leaf)
-        self._pinned = any(v.is_cuda for w in wants for v in w.leaf.views)
+        self._streams = CallersStreams(v.device for w in wants for v in w.leaf.views)
+        self._pinned = bool(self._streams)
         self._scratch = _Scratch(pinned=self._pinned)
         self._private = deque(plan.private)
 
     def run(self) -> None:
         """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
-        with _readers(self._plan.pace.readers) as pool:
+        with _readers(self._plan.pace.readers, self._streams.adopt) as pool:
             try:
                 self._share(pool)
                 for future in _submitted(pool, self._read_private, self._private):
@@ -323,8 +328,7 @@ class Carrier:
                     stored = _stored(c, buffer.data, at, packed=begin is None)
                     for leaf in self._leaves[c.piece.name, c.held]:
                         part_of(leaf, c.box).view(stored.dtype).copy_(stored, non_blocking=self._pinned)
-            if self._pinned:
-                torch.cuda.current_stream().synchronize()  # the buffer is used again
+            self._streams.synchronize()  # the buffer is used again
 
 
 def _bytes_of(t: torch.Tensor) -> memoryview:

@@ -7,13 +7,14 @@ the uploader, `write` stores straight from live memory and takes as long as that
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 
 from surefoot.ckpt.channel import Channel
-from surefoot.ckpt.live.copying import page_lock, page_unlock
 from surefoot.ckpt.live.livestate import LiveState
 from surefoot.ckpt.live.pool import StagingBuffer
+from surefoot.ckpt.live.streams import page_lock, page_unlock
 from surefoot.ckpt.saving.flight import Part
 from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.saving.jobs import UploadMsg
@@ -23,6 +24,8 @@ from surefoot.ckpt.store import ObjectStore
 from surefoot.failpoint import failpoint
 
 _log = logging.getLogger(__name__)
+_left_to_devices: list[object] = []
+"""Buffers that a device which hangs may still write to: their memory must stay."""
 
 
 class Equipment:
@@ -35,6 +38,7 @@ class Equipment:
         self._memory_budget = memory_budget
         self._buffer: StagingBuffer | None = None
         self._locked: torch.Tensor | None = None
+        self._unlockable: StagingBuffer | None = None
         self._uploader: UploaderProcess | None = None
         self._told = False
 
@@ -86,6 +90,7 @@ class Equipment:
         assert buffer is not None, "get_ready made it"
         failpoint("save.before_stage")
         buffer.ready()
+        self.live.copied(math.inf)
         self._lock_pages(buffer)
         fence = self.live.stage(buffer)
         failpoint("save.after_stage")
@@ -114,19 +119,34 @@ class Equipment:
 
     def _lock_pages(self, buffer: StagingBuffer) -> None:
         """A device copies into page-locked memory by itself; into other memory the host has to help it along."""
-        if self._locked is None and torch.cuda.is_available():
-            base = torch.frombuffer(buffer.view, dtype=torch.uint8)
-            self._locked = base if page_lock(base) else None
+        device = self.live.device()
+        if device is None or self._locked is not None or self._unlockable is buffer:
+            return
+        base = torch.frombuffer(buffer.view, dtype=torch.uint8)
+        if page_lock(base, device):
+            self._locked = base
+        else:
+            self._unlockable = buffer
+            _log.warning(
+                "%d bytes to stage in could not be page-locked: copies hold training up", buffer.nbytes
+            )
 
     # ---- the end
 
-    def _drop_buffer(self) -> None:
-        if self._locked is not None:
-            page_unlock(self._locked)
-            self._locked = None
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+    def _drop_buffer(self, wait_s: float = math.inf) -> None:
+        """Not while a device copies into it: what hangs keeps its memory."""
+        buffer, locked = self._buffer, self._locked
+        self._buffer, self._locked = None, None
+        if buffer is None:
+            return
+        if not self.live.copied(wait_s):
+            _log.warning("a device does not end its copies: the memory that they go to is left to it")
+            _left_to_devices.append((buffer, locked))
+            return
+        if locked is not None:
+            page_unlock(locked)
+            del locked
+        buffer.close()
 
     def close(self, wait_s: float) -> None:
         """Let the uploader finish, for so long at most, and let go of everything."""
@@ -134,4 +154,4 @@ class Equipment:
             self._uploader.close(wait_s)
             self._uploader = None
         self.live.forget()
-        self._drop_buffer()
+        self._drop_buffer(wait_s)

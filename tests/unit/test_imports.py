@@ -155,6 +155,7 @@ DOORS: dict[str, tuple[str, ...]] = {
                 "ckpt.live.overlaps",
                 "ckpt.live.placing",
                 "ckpt.live.scratch",
+                "ckpt.live.streams",
                 "ckpt.live.walking",
                 "ckpt.live.wrapped",
             ),
