@@ -5,7 +5,7 @@ Nothing is invented: a parameter without state in the checkpoint has none afterw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -206,13 +206,29 @@ class OptimizerLoad:
         if not more or not less:
             return ""
         return (
-            f"{self._what}, seems to be of another kind than the optimizer that was saved, which has {', '.join(more)} and no "
-            f"{', '.join(less)}: build the same kind, or leave it out of the state and load with strict=False"
+            f"{self._what}, is of another kind than the optimizer that was saved: {self._states()}; settings there are {', '.join(more)} "
+            f"and no {', '.join(less)}. Build the same kind, or leave it out of the state and load with strict=False"
         )
+
+    def _states(self) -> str:
+        """What both keep of parameters. (Before its first step a live one keeps nothing.)"""
+        prefix, load = f"{self._name}.params.", self._load
+        saved = [load.decode(n)["state"] for n in load.source.values if n.startswith(prefix)]
+        here, there = _keys(self._optimizer.state.values()), _keys(saved)
+        words = f"the checkpoint's optimizer state has {there}"
+        return f"{words}, and here it has {here}" if here != "{}" else words
 
 
 _OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr"})
 """Settings that torch's schedulers add to groups."""
+
+
+def _keys(states: Iterable[Any]) -> str:
+    """Of all these states of parameters: ``{exp_avg, step}``."""
+    found = {
+        str(key) for state in states if isinstance(state, Mapping) for key in cast("Mapping[Any, Any]", state)
+    }
+    return f"{{{', '.join(sorted(found))}}}"
 
 
 def _a(noun: str) -> str:

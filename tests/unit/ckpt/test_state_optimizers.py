@@ -212,17 +212,24 @@ def test_a_key_missing_in_the_second_group(files: str) -> None:
     assert fresh["optim"].param_groups[1]["betas"] == (0.5, 0.6)
 
 
-def test_an_optimizer_of_another_kind_is_said_to_be_one_once(files: str) -> None:
-    """Not of every setting of every group."""
-    ckpt.save(files, 1, build(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)))
+@pytest.mark.parametrize("stepped", [False, True])
+def test_an_optimizer_of_another_kind_is_said_to_be_one_once(files: str, stepped: bool) -> None:
+    """By what it keeps, and not of every setting of every group."""
+    saved = build(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    train(saved)
+    ckpt.save(files, 1, saved)
+    live = build(torch.optim.AdamW)
+    if stepped:
+        train(live)
     with pytest.raises(StateMismatchError) as refused:
-        ckpt.load(files, build(torch.optim.AdamW))
+        ckpt.load(files, live)
     said = str(refused.value)
     assert (
-        "optim, an AdamW, seems to be of another kind than the optimizer that was saved, which has dampening, momentum, nes"
+        "optim, an AdamW, is of another kind than the optimizer that was saved: the checkpoint's optimizer state has {momentum_buffer}"
         in said
     )
-    assert "and no amsgrad, betas," in said
+    assert (", and here it has {exp_avg, exp_avg_sq, step}" in said) is stepped
+    assert "; settings there are dampening, momentum, nesterov and no amsgrad, betas," in said
     assert "a setting of parameter group" not in said
 
 
