@@ -35,6 +35,10 @@ from surefoot.agent import linux
 
 SHOW_STACKS = signal.SIGUSR2
 """Makes a rank write the stacks of all its threads to its log."""
+STARVED_S = 30.0
+"""How long a process may want to run without being let, beyond its time: 0.05 s of processor time in 16 s were seen."""
+IMPORTS_S = 1.0
+"""Processor time in which any process of ours has come to the line that ties it to its rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +150,13 @@ def be_rank(act: Act, rank: int) -> None:
 
 
 def reap_orphans(within_s: float) -> list[str]:
-    """Wait for what the ranks started; returns the command lines of what would not end, and was killed."""
+    """Wait for what the ranks started; returns the command lines of what would not end, and was killed. What gets no processor
+    on a busy machine is given `STARVED_S` more."""
     until = time.monotonic() + within_s
     stubborn: list[str] = []
     while children := Path("/proc/self/task", str(os.getpid()), "children").read_text().split():
-        if time.monotonic() > until:
+        late_s = time.monotonic() - until
+        if late_s > STARVED_S or (late_s > 0 and not any(starved(Path("/proc", pid)) for pid in children)):
             for pid in children:
                 stubborn.append(describe(Path("/proc", pid)))
                 os.kill(int(pid), signal.SIGKILL)
@@ -160,12 +166,23 @@ def reap_orphans(within_s: float) -> list[str]:
     return stubborn
 
 
+def starved(process: Path) -> bool:
+    """It wants to run, and has hardly been let: it may not have come to the line by which it ends with its rank."""
+    fields, used_s = used(process)
+    return fields[0] in "RD" and used_s < IMPORTS_S
+
+
+def used(process: Path) -> tuple[list[str], float]:
+    """The fields of its status from the state on, and its seconds of processor time."""
+    fields = (process / "stat").read_text().rpartition(") ")[2].split()
+    return fields, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def describe(process: Path) -> str:
     """Its command line, and what may tell a process that hangs from one that is slow."""
     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-    fields = (process / "stat").read_text().rpartition(") ")[2].split()
+    fields, used_s = used(process)
     ticks = os.sysconf("SC_CLK_TCK")
-    used_s = (int(fields[11]) + int(fields[12])) / ticks
     lived_s = float(Path("/proc/uptime").read_text().split()[0]) - int(fields[19]) / ticks
     where = (process / "wchan").read_text() or "?"
     return f"{command} (state {fields[0]} in {where}, {used_s:.2f} s of CPU in {lived_s:.1f} s, {fields[17]} threads)"

@@ -117,7 +117,7 @@ def test_room_for_optimizer_state_is_there_before_the_first_step(root: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 def test_the_uploader_never_starts_by_a_fork(times: int, anywhere: str) -> None:
     """CKP-27: threads run, a client of the object store is alive, and a stand-in for a device fails where it is forked."""
     root = anywhere
