@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -424,14 +424,17 @@ def test_dcp_there_and_back_is_the_same_to_the_last_bit(root: str, tmp_path: Pat
     assert state["ema"]["n"] == (1, 2.5)
 
 
+def state_dicts(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return get_state_dict(state["model"], state["optim"])
+
+
 def test_torch_reads_an_exported_folder(root: str, tmp_path: Path) -> None:
     export_dcp(root, 20, tmp_path / "dcp")
     other = make_state(5)
-    model_sd, optim_sd = get_state_dict(other["model"], other["optim"])
+    model_sd, optim_sd = state_dicts(other)
     state = {"model": model_sd, "optim": optim_sd}
     dcp_load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
-    want = make_state()
-    want_model, want_optim = get_state_dict(want["model"], want["optim"])
+    want_model, want_optim = state_dicts(make_state())
     assert all(torch.equal(model_sd[n], t) for n, t in want_model.items())
     assert torch.equal(optim_sd["state"]["up.weight"]["exp_avg"], want_optim["state"]["up.weight"]["exp_avg"])
     assert state["optim"]["param_groups"][0]["betas"] == (0.8, 0.9)
@@ -571,6 +574,7 @@ def test_a_state_needs_no_entry_for_the_step_that_the_checkpoint_tells(tmp_path:
     write_foreign(open_store(there), open_dcp(tmp_path / "dcp"))
     without: dict[str, Any] = {"w": torch.zeros(3)}
     loaded = ckpt.load(there, without)
+    assert loaded is not None
     assert (loaded.step, loaded.left_over) == (7, ())
     assert torch.equal(without["w"], torch.ones(3))
     having = {"w": torch.zeros(3), "step": entry * 0}

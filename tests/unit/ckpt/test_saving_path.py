@@ -85,6 +85,7 @@ def test_nothing_grows_from_save_to_save(mib: int, saves: int, anywhere: str) ->
             slack = 1 + (kept_open if what == "fds" else 0)
             assert last[what] <= second[what] + slack, (what, [f[what] for f in found])
         assert last["nbytes"] < second["nbytes"] + mib * 2**20 * 0.15, [f["nbytes"] for f in found]
+        assert c._equipment is not None
         uploader = c._equipment.uploader().pid
     own = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
     assert not [link for link in own if "surefoot-staging" in link]
@@ -109,7 +110,8 @@ def test_room_for_optimizer_state_is_there_before_the_first_step(root: str) -> N
         model(torch.ones(1, 1000)).sum().backward()
         optim.step()
         c.save(1, state).wait()
-        assert c._equipment._buffer is buffer is not None
+        assert buffer is not None
+        assert c._equipment._buffer is buffer
         assert buffer.nbytes < 1.2 * 3 * 4 * 501_000, "and not much more"
 
 
