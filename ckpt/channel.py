@@ -4,17 +4,20 @@ No collective of torch's is used, so nothing here can get between two of the tra
 first rank hosts a TCPStore, and says where over the store that the process group was made with. Whatever all have to hear
 goes through the first rank, which costs it one message per rank.
 
-While a save is in flight every rank beats. Who falls silent is named by the first rank within `SILENT_S`; where the first rank
-itself is stopped or hangs, the others name it when the channel's timeout is over (ckpt/storeline.py).
+While a call that all make together is open, and while a save is in flight, every rank beats. Who falls silent, or leaves by an
+error, is named to all others within `SILENT_S` or little more, whatever they wait for (ckpt/vigil.py). Who has not come yet is waited
+for as long as the channel's timeout.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -23,14 +26,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from surefoot.ckpt.storeline import ChannelError, Line
+from surefoot.ckpt.vigil import LOOKS, Vigil, beat, named, trouble
 
 # Documented as torch.distributed.TCPStore, but not in its __all__; and the stubs say that values are str, they may be bytes.
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 StoreTimeoutError: Any = dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 SILENT_S = 8.0
-"""A rank that has not beaten for so long while a save is in flight is taken for dead. Threads that beat are kept from running by
-nothing but a call into C that holds Python's lock for as long."""
+"""A rank that has not beaten for so long, while a save is in flight or in the middle of a call, is taken for dead. Threads that beat are
+kept from running by nothing but a call into C that holds Python's lock for as long."""
 GOODBYE_S = 10.0
 """How long the host waits at the end for ranks that have died."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.02
@@ -39,10 +43,11 @@ POLL_EVERY = 1 / 16
 by more than that part."""
 POLLS_PER_S = 5000
 """What all ranks together may ask of rank 0's TCPStore."""
-NAMED_MAX = 8
-"""Ranks that a message lists."""
-
+OPS_PER_BEAT = 2
+"""What a rank asks of it at each beat of a call."""
 _T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
 
 
 Judge = Callable[[list[bytes]], bytes]
@@ -52,12 +57,26 @@ Judge = Callable[[list[bytes]], bytes]
 class Channel(Protocol):
     """All ranks of one save or load.
 
-    `exchange` and `decide` are for the caller's thread, every rank makes the same calls in the same order. The rest is for one
-    background thread, while a save is in flight.
+    `one_call`, `until_told`, `explained`, `exchange` and `decide` are for the caller's thread, every rank makes the same calls in the
+    same order. The rest is for one background thread, while a save is in flight.
     """
 
     rank: int
     world_size: int
+
+    def one_call(self) -> AbstractContextManager[None]:
+        """What is exchanged inside belongs to one call of all ranks; inside another one, to that. Where one of them dies or is stopped
+        in the middle of it, or leaves it by an error, all others are told, whatever they wait for: ChannelError."""
+        ...
+
+    def until_told(self, give_up: Callable[[], None]) -> AbstractContextManager[None]:
+        """For what inside waits for other ranks elsewhere than here: when this rank is told that one of them has failed, `give_up` is
+        called in a background thread, again and again, and is to end such a wait."""
+        ...
+
+    def explained(self, error: Exception) -> Exception:
+        """Why others could not be reached elsewhere: the ChannelError that names who died, when that is known; `error` if nobody has."""
+        ...
 
     def exchange(self, data: bytes) -> list[bytes]:
         """All-gather in rank order; blocks. Raises ChannelError."""
@@ -103,6 +122,15 @@ class Solo:
     def __init__(self) -> None:
         self._words: dict[str, bytes] = {}
 
+    def one_call(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def until_told(self, give_up: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def explained(self, error: Exception) -> Exception:
+        return error
+
     def exchange(self, data: bytes) -> list[bytes]:
         return [data]
 
@@ -139,13 +167,110 @@ class StoreChannel:
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
-        self._round = 0
         self._beats = 0
         self._seen: list[tuple[bytes, float]] = [(b"", 0.0)] * world_size
         # A client's calls wait for each other, and the background blocks: it has a connection of its own.
         self._hosts = own is not None
         self._fore = Line(own or _reached(host, port, timeout_s), own=self._hosts)
         self._back = Line(_reached(host, port, timeout_s), own=self._hosts)
+        beat_s = max(SILENT_S / LOOKS, OPS_PER_BEAT * world_size / POLLS_PER_S)
+        self._vigil = Vigil(self._back, rank, world_size, beat_s, self._told)
+        self._in_call = self._closed = False
+        self._call = 0
+        """The number of the call that all ranks are in, or were in last: what went wrong in one is no matter of the next."""
+        self._rounds = 0
+        """Of this call."""
+        self._at = self._last = ""
+        """The round that is waited for, and the one before, as `<call>.<round>`."""
+        self._give_up: Callable[[], None] | None = None
+        self._failed: Exception | None = None
+        """What this rank has failed with in a round of this call: the others know, and wait for it no more."""
+
+    # ---- one call
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        if self._in_call:
+            yield
+            return
+        self._in_call, self._rounds, self._failed = True, 0, None
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            self._in_call = False
+            if not self._closed:
+                self._leave(error)
+
+    def _next_round(self) -> str:
+        """Enters the call with the first one."""
+        self._rounds += 1
+        if self._rounds == 1:
+            self._call += 1
+            self._vigil.enter(self._call)
+        return f"{self._call}.{self._rounds}"
+
+    def _leave(self, error: BaseException | None) -> None:
+        """The others hear of an error, unless it came from them."""
+        entered = self._rounds > 0
+        self._vigil.leave()
+        if error is not None and not (entered and isinstance(error, ChannelError)):
+            self._tell_error(self._at or self._next_of_call(), trouble(self.rank, error))
+            self._call += not entered
+        self._at = ""
+        if entered:
+            self._fore.post(lambda store: store.set(f"l/{self.rank}", b""))
+        if error is not None and self._hosts:
+            self._vigil.see_off(self._call)
+
+    def _next_of_call(self) -> str:
+        return f"{self._call}.{self._rounds + 1}" if self._rounds else f"{self._call + 1}.1"
+
+    def _tell_error(self, at: str, text: str) -> None:
+        """To those who wait in round `at`, and to those who look later."""
+
+        def tell(store: Any) -> None:
+            store.compare_set(f"f/{at.partition('.')[0]}", "", text)
+            self._wake(store, at, text)
+
+        try:
+            self._back.call(tell, SILENT_S)
+        except (RuntimeError, dist.DistError, ChannelError):
+            pass  # rank 0 is gone, and so the others hear of that
+
+    def _wake(self, store: Any, at: str, text: str) -> None:
+        """An answer that was given stands."""
+        store.compare_set(f"a/{at}", "", f"!{text}")
+        store.set(f"all/{at}", text)
+
+    @contextmanager
+    def until_told(self, give_up: Callable[[], None]) -> Iterator[None]:
+        self._give_up = give_up
+        try:
+            yield
+        finally:
+            self._give_up = None
+
+    def _told(self, cut_off: bool) -> None:
+        """By the vigil, in its thread: this call fails."""
+        error, at, give_up = self._vigil.error, self._at, self._give_up
+        if error is None:
+            return
+        try:
+            if cut_off:
+                self._fore.fail(error)
+            elif at:
+                self._back.call(lambda store: self._wake(store, at, str(error)), SILENT_S)
+            if not at and give_up is not None:
+                give_up()
+        except Exception as e:
+            _log.debug("%s; and nothing that waits could be ended: %s", error, e)
+
+    def explained(self, error: Exception) -> Exception:
+        return self._vigil.hear(2 * LOOKS) or error
 
     # ---- the caller's thread
 
@@ -155,15 +280,29 @@ class StoreChannel:
     def decide(self, data: bytes, judge: Judge) -> bytes:
         """Words lie under the same keys in every round, each with its number before it: a rank says its next word only when it
         has heard the answer, and that is given when all words were read. So a round costs three keys, not one per rank."""
-        number = self._round = self._round + 1
-        word = b"%d " % number + data
+        with self.one_call():
+            if self._failed is not None:
+                raise self._failed
+            self._at = self._next_round()
+            if self._vigil.error is not None:
+                raise self._vigil.error
+            try:
+                answer = self._answer(self._at, data, judge)
+            except Exception as e:
+                self._failed = e
+                if not isinstance(e, ChannelError):
+                    self._tell_error(self._at, trouble(self.rank, e))
+                raise
+            self._last, self._at = self._at, ""
+            return answer
+
+    def _answer(self, at: str, data: bytes, judge: Judge) -> bytes:
+        word = at.encode() + b" " + data
         try:
             if self.rank == 0:
-                self._say(self._fore.store, number, word)
-                return self._judge(self._fore.store, judge)
-            return self._fore.call(
-                lambda store: self._ask(store, number, word), self._timeout_s + 2 * GOODBYE_S
-            )
+                self._say(self._fore.store, at, word)
+                return self._judge(self._fore.store, at, judge)
+            return self._fore.call(lambda store: self._ask(store, at, word), self._timeout_s + 2 * GOODBYE_S)
         except StoreTimeoutError as e:
             raise ChannelError(
                 f"rank {self.rank} waited {self._timeout_s:.0f} s for rank 0 and heard nothing: {e}"
@@ -171,46 +310,48 @@ class StoreChannel:
         except (RuntimeError, dist.DistError) as e:
             raise ChannelError(f"rank {self.rank} cannot reach rank 0 any more: {e}") from e
 
-    def _say(self, store: Any, number: int, word: bytes) -> None:
+    def _say(self, store: Any, at: str, word: bytes) -> None:
+        if self._rounds == 1:
+            store.set(f"l/{self.rank}", beat(self._call, 0))
         store.set(f"x/{self.rank}", word)
-        if store.add(f"n/{number}", 1) == self.world_size:
-            store.set(f"all/{number}", b"")
+        if store.add(f"n/{at}", 1) == self.world_size:
+            store.set(f"all/{at}", b"")
 
-    def _judge(self, store: Any, judge: Judge) -> bytes:
+    def _judge(self, store: Any, at: str, judge: Judge) -> bytes:
         try:
-            store.wait([f"all/{self._round}"], timedelta(seconds=self._timeout_s))
+            store.wait([f"all/{at}"], timedelta(seconds=self._timeout_s))
         except StoreTimeoutError as e:
-            missing = self._missing(store)
-            error = f"waited {self._timeout_s:.0f} s for {_ranks(missing)} and heard nothing"
-            store.set(f"a/{self._round}", b"!" + error.encode())
+            missing = self._missing(store, at)
+            error = f"waited {self._timeout_s:.0f} s for {named(missing)} and heard nothing"
+            store.set(f"a/{at}", f"!rank 0 {error}")
             raise ChannelError(f"rank 0 {error}") from e
-        words: list[bytes] = store.multi_get([f"x/{r}" for r in range(self.world_size)])
-        if gone := [r for r, word in enumerate(words) if word == _farewell(self._round)]:
-            store.set(f"a/{self._round}", b"!" + f"says that {_ranks(gone)} {_CLOSED}".encode())
-            raise ChannelError(f"{_ranks(gone)} {_CLOSED}")
+        failed, *words = store.multi_get([f"all/{at}", *(f"x/{r}" for r in range(self.world_size))])
+        if failed:
+            store.set(f"a/{at}", b"!" + failed)
+            raise ChannelError(failed.decode())
         try:
             answer = judge([word.partition(b" ")[2] for word in words])
         except Exception as e:
-            store.set(f"a/{self._round}", b"!" + f"could not decide: {e}".encode())
+            store.set(f"a/{at}", f"!rank 0 could not decide: {e}")
             raise
-        store.set(f"a/{self._round}", b"=" + answer)
-        if self._round > 1:
-            for key in (f"n/{self._round - 1}", f"all/{self._round - 1}", f"a/{self._round - 1}"):
+        store.set(f"a/{at}", b"=" + answer)
+        if self._last:
+            for key in (f"n/{self._last}", f"all/{self._last}", f"a/{self._last}"):
                 store.delete_key(key)
         return answer
 
-    def _ask(self, store: Any, number: int, word: bytes) -> bytes:
-        self._say(store, number, word)
+    def _ask(self, store: Any, at: str, word: bytes) -> bytes:
+        self._say(store, at, word)
         # A little longer than rank 0 waits: it knows who is missing.
-        store.wait([f"a/{number}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
-        answer: bytes = store.get(f"a/{number}")
+        store.wait([f"a/{at}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
+        answer: bytes = store.get(f"a/{at}")
         if answer.startswith(b"!"):
-            raise ChannelError(f"rank 0 {answer[1:].decode()}")
+            raise ChannelError(answer[1:].decode())
         return answer[1:]
 
-    def _missing(self, store: Any) -> list[int]:
+    def _missing(self, store: Any, at: str) -> list[int]:
         """Ranks that have not spoken in this round."""
-        begin = b"%d " % self._round
+        begin = at.encode() + b" "
         keys = [f"x/{r}" for r in range(self.world_size)]
         return [r for r, k in enumerate(keys) if not (store.check([k]) and store.get(k).startswith(begin))]
 
@@ -244,10 +385,10 @@ class StoreChannel:
         )
         now = time.monotonic()
         silent: list[int] = []
-        for r, beat in enumerate(beats):
-            if beat != self._seen[r][0]:
-                self._seen[r] = (beat, now)
-            elif now - max(self._seen[r][1], since) > SILENT_S and beat.partition(b" ")[2] != state.encode():
+        for r, sign in enumerate(beats):
+            if sign != self._seen[r][0]:
+                self._seen[r] = (sign, now)
+            elif now - max(self._seen[r][1], since) > SILENT_S and sign.partition(b" ")[2] != state.encode():
                 silent.append(r)
         return silent
 
@@ -259,7 +400,7 @@ class StoreChannel:
 
     def _to_rank_0(self, call: Callable[[Any], Any]) -> Any:
         try:
-            return self._back.call(call, self._timeout_s)
+            return self._back.call(call, SILENT_S)
         except (RuntimeError, dist.DistError) as e:
             raise ChannelError(
                 f"rank 0, which commits, has gone: rank {self.rank} cannot reach it ({str(e).splitlines()[0]})"
@@ -268,31 +409,28 @@ class StoreChannel:
     def close(self) -> None:
         """The host stays until everybody has said goodbye, so that nobody's last word is lost; others leave at once.
 
-        Who leaves has spoken for the next round: a rank that begins one is told, instead of waiting for a word that never comes.
+        Who leaves has left the next call as well: a rank that begins one is told, instead of waiting for a word that never comes.
         """
+        self._vigil.end()
+        self._closed = True
+        text = (
+            f"rank {self.rank} has closed its Checkpointer: all ranks make the same calls, in the same order"
+        )
         try:
-            self._round += 1
-            self._fore.call(self._leave, 2 * GOODBYE_S)
+            if not self._vigil.cut_off:
+                self._fore.call(lambda store: self._say_goodbye(store, text), 2 * GOODBYE_S)
         except (RuntimeError, dist.DistError, ChannelError):
             pass  # somebody died: there is nobody to wait for
         for line in (self._back, self._fore):
             line.end()
 
-    def _leave(self, store: Any) -> None:
-        self._say(store, self._round, _farewell(self._round))
-        if self._hosts:
-            store.set(f"a/{self._round}", b"!" + _CLOSED.encode())
+    def _say_goodbye(self, store: Any, text: str) -> None:
+        self._wake(store, f"{self._call + 1}.1", text)
+        store.set(f"l/{self.rank}", b"")
         store.set(f"bye/{self.rank}", b"")
         if self._hosts:
             everybody = [f"bye/{r}" for r in range(self.world_size)]
             store.wait(everybody, timedelta(seconds=GOODBYE_S))
-
-
-_CLOSED = "has closed its Checkpointer: all ranks make the same calls, in the same order"
-
-
-def _farewell(number: int) -> bytes:
-    return b"%d!" % number
 
 
 _opened: dict[str, int] = {}
@@ -319,7 +457,8 @@ def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
     if rank == 0:
         name = _own_name(dist.get_global_rank(group, 0) if group is not None else 0)
         own = TCPStore(name, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        own.multi_set([f"b/{r}" for r in range(world_size)], ["0"] * world_size)
+        for kind, value in (("b", "0"), ("l", ""), ("x", "")):
+            own.multi_set([f"{kind}/{r}" for r in range(world_size)], [value] * world_size)
         meeting.set(key, f"{name} {own.port}")
     try:
         name, port = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode().split()
@@ -367,9 +506,3 @@ def _own_name(global_rank: int) -> str:
     """The name under which the others reach this process: rank 0's is what everybody was given already."""
     master = os.environ.get("MASTER_ADDR")
     return master if master and global_rank == 0 else socket.gethostname()
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:NAMED_MAX]))
-    more = f" and {len(ranks) - NAMED_MAX} more" if len(ranks) > NAMED_MAX else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

@@ -295,6 +295,13 @@ def on_lineage(records: Mapping[int, Record], head: int, generation: int, step: 
     return generation in limits and _within(step, limits[generation])
 
 
+def left_by(records: Mapping[int, Record], generation: int) -> Record | None:
+    """The record that has left behind what `generation` committed and is not on the lineage: of the first newer generation that is.
+    PURE. Raises LineageError."""
+    chain = _chain(records, max(records, default=0))
+    return next((records[g] for g, _ in reversed(chain) if g > generation), None)
+
+
 def beyond(
     records: Mapping[int, Record],
     manifests: Iterable[ManifestRef],

@@ -47,12 +47,16 @@ class StoppedError(Exception):
     """All ranks have agreed to stop, because of another one."""
 
 
-class GroupError(Exception):
-    """The process group failed: `cause` is its error, and there is nobody left to agree with."""
+class UnagreedError(Exception):
+    """This rank failed, by `cause`, where the others do not ask how it went: it leaves the load, and they are told."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
         self.cause = cause
+
+
+class GroupError(UnagreedError):
+    """The process group failed: there is nobody left to agree with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,7 @@ class Carrier:
         self._private = deque(plan.private)
 
     def run(self) -> None:
-        """Raises: StoppedError, GroupError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
+        """Raises: StoppedError, UnagreedError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
         with _readers(self._plan.pace.readers, self._streams.adopt) as pool:
             try:
                 self._share(pool)
@@ -182,7 +186,10 @@ class Carrier:
             return
         sizes, places = self._plan.places()
         readers = sum({1 << s.reader for s in itertools.chain(*rounds) if s.ranks >> me & 1})
-        memory = meet(self._party, sizes, readers, pinned=self._party.device.type != "cpu")
+        try:
+            memory = meet(self._party, sizes, readers, pinned=self._party.device.type != "cpu")
+        except Exception as e:
+            raise UnagreedError(e) from e
         reading: deque[dict[Segment, Future[torch.Tensor]]] = deque()
 
         def begin(number: int) -> None:
@@ -206,10 +213,10 @@ class Carrier:
             begin(number + depth - 1)
             try:
                 self._pass_on(segments, held, memory, places)
-            except GroupError:
+            except UnagreedError:
                 raise
             except Exception as e:
-                error = e
+                raise UnagreedError(e) from e  # others wait for what is not sent
         if error is not None:
             raise error
 
@@ -227,6 +234,8 @@ class Carrier:
             return call(given)
         except RuntimeError as e:
             raise GroupError(e) from e
+        except Exception as e:
+            raise UnagreedError(e) from e
 
     def _read_shared(self, segment: Segment, memory: torch.Tensor, at: int) -> torch.Tensor:
         begin, end = self._plan.extent(segment)

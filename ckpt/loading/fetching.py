@@ -28,13 +28,14 @@ from surefoot.ckpt.errors import (
 from surefoot.ckpt.live.filling import Fit, load_into
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.live.source import Want
-from surefoot.ckpt.loading.carrying import Carrier, GroupError, StoppedError
+from surefoot.ckpt.loading.carrying import Carrier, GroupError, StoppedError, UnagreedError
 from surefoot.ckpt.loading.reading import ADVICE
 from surefoot.ckpt.loading.restore import decode_manifest, is_whole, read_manifest_bytes, require_objects
 from surefoot.ckpt.loading.sharing import Party
 from surefoot.ckpt.manifest import Manifest, TensorMeta, manifest_key
 from surefoot.ckpt.planning.readplan import FAR, NEARBY, ReadPlan, Wants, plan_reads, require_readable
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError
+from surefoot.ckpt.storeline import ChannelError
 
 
 class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -259,8 +260,8 @@ class ManifestSource:
         error: Exception | None = None
         try:
             carrier.run()
-        except GroupError as e:
-            raise e.cause from None  # there is nobody left to agree with
+        except UnagreedError:
+            raise
         except Exception as e:
             error = e
         if self._party.world_size > 1:
@@ -269,8 +270,13 @@ class ManifestSource:
             raise error
 
     def _end_alike(self, error: Exception | None) -> None:
-        if not self._party.any(error is not None):
-            return
+        try:
+            if not self._party.any(error is not None):
+                return
+        except ChannelError:
+            raise
+        except Exception as e:
+            raise (GroupError if isinstance(e, RuntimeError) else UnagreedError)(e) from e
         try:
             _raise_first(self._tell_all(_failure(error)), error)
         except DamagedError as e:

@@ -206,13 +206,17 @@ def restore_committed(
         ObjectStore…Error: on the rank that it is about; ElsewhereError on the others.
         Falls back to nothing by itself.
     """
+    from surefoot.ckpt.loading.carrying import UnagreedError
     from surefoot.ckpt.loading.fetching import load_together, shared_manifest
     from surefoot.ckpt.loading.sharing import party_of
 
     store = open_store(url_or_store) if isinstance(url_or_store, str) else url_or_store
     party = party_of(rank, world_size, exchange)
     manifest = shared_manifest(store, party, generation, step)
-    load_together(store, manifest, party, state)
+    try:
+        load_together(store, manifest, party, state)
+    except UnagreedError as e:
+        raise e.cause from None  # there is nobody left to agree with
     return restored_of(manifest, rank, world_size)
 
 

@@ -10,6 +10,7 @@ import difflib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from surefoot.ckpt.format.flags import raise_flag
 from surefoot.ckpt.live.filling import Fit
 from surefoot.ckpt.live.leaves import Leaf, dtype_of
 from surefoot.ckpt.live.source import Want
+from surefoot.ckpt.loading.abandon import abandon
 from surefoot.ckpt.loading.aside import (
     RESUME_TRIES,
     Choice,
@@ -35,13 +37,14 @@ from surefoot.ckpt.loading.aside import (
     set_aside,
     why_aside,
 )
+from surefoot.ckpt.loading.carrying import GroupError, UnagreedError
 from surefoot.ckpt.loading.fetching import ManifestSource, load_together, shared_manifest
 from surefoot.ckpt.loading.reading import ADVICE
 from surefoot.ckpt.loading.restore import read_manifest, require_objects, restored_of
 from surefoot.ckpt.loading.sharing import Party, party_of
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs, step_prefix
 from surefoot.ckpt.planning.agreeing import differing
-from surefoot.ckpt.record import lineage, list_manifests, read_records, require_recorded
+from surefoot.ckpt.record import Record, left_by, lineage, read_records, require_recorded
 from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
 
 _log = logging.getLogger(__name__)
@@ -80,12 +83,26 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Survey:
+    """What lies under a root: all keys of checkpoints, all manifests, records by generation, and the manifests that count."""
+
+    keys: Sequence[str]
+    manifests: Sequence[ManifestRef]
+    records: Mapping[int, Record]
+    line: list[ManifestRef]
+
+
+def _survey(store: ObjectStore) -> _Survey:
+    keys = [o.key for o in store.list("gen-")]
+    manifests, records = manifest_refs(keys), read_records(store)
+    require_recorded(records, manifests)
+    return _Survey(keys=keys, manifests=manifests, records=records, line=lineage(records, manifests))
+
+
 def find_line(store: ObjectStore) -> list[ManifestRef]:
     """The lineage as of now, ascending. Raises: LineageError, FormatError, DamagedError, ObjectStore…Error."""
-    manifests = list_manifests(store)
-    records = read_records(store)
-    require_recorded(records, manifests)
-    return lineage(records, manifests)
+    return _survey(store).line
 
 
 def load_agreed(
@@ -102,7 +119,8 @@ def load_agreed(
     """All ranks load the same step: the one asked for, or the newest on the lineage that all of them can read.
 
     Returns None where `step` is None and there is nothing to load. Collective over the channel, and over `group`, whose ranks
-    are the channel's, and which passes on what several of them need.
+    are the channel's, and which passes on what several of them need. Where a rank dies, hangs or leaves by an error on the way, the
+    others raise, and nobody waits in `group` any more: it is of no use afterwards.
 
     Args:
         resume_tries: see ckpt/loading/aside.py; None: the newest step is taken however many starts have died of it.
@@ -112,12 +130,30 @@ def load_agreed(
         StepMissingError: the lineage does not hold `step`.
         DamagedError: `step` is damaged, or every step is.
         StateMismatchError: on all ranks. Others: on the rank it happened; CkptError naming that rank on the others.
+        ChannelError: another rank died, hangs, was interrupted, or did not come in time.
     """
+    with channel.one_call():
+        return _load_agreed(store, channel, state, step, strict, group, resume_tries, wait_s)
+
+
+def _load_agreed(
+    store: ObjectStore,
+    channel: Channel,
+    state: Mapping[str, Any],
+    step: int | None,
+    strict: bool,
+    group: dist.ProcessGroup | None,
+    resume_tries: int | None,
+    wait_s: float,
+) -> Loaded | None:
     first = _agree_on_candidates(store, channel, step, resume_tries, wait_s)
     party = party_of(channel.rank, channel.world_size, channel.exchange, group)
     passed_over = list(first.passed_over)
     for ref in first.candidates:
-        manifest, fit, error = _try_load(store, party, state, ref, strict=strict)
+        with channel.until_told(lambda: abandon(group)) if party.shares else nullcontext():
+            manifest, fit, error = _try_load(store, party, state, ref, strict=strict)
+        if isinstance(error, UnagreedError):
+            raise channel.explained(error.cause) if isinstance(error, GroupError) else error.cause
         words = _tell_all(channel, _word_of(error))
         failed = [(r, w.failure) for r, w in enumerate(words) if w.failure]
         if failed:
@@ -198,16 +234,13 @@ def _look(store: ObjectStore, step: int | None, tries: int | None, give_up: floa
     let_know = time.monotonic() + WAIT_ROUND_S
     pause_s = FIRST_POLL_S
     while True:
-        keys = [o.key for o in store.list("gen-")]
-        records, manifests = read_records(store), manifest_refs(keys)
-        require_recorded(records, manifests)
-        line = lineage(records, manifests)
+        found = _survey(store)
         if step is None:
-            aside = {at: why_aside(store, *at) for at in aside_among(keys)}
-            choice = choose(line, aside, resumes_among(keys), tries=tries)
+            aside = {at: why_aside(store, *at) for at in aside_among(found.keys)}
+            choice = choose(found.line, aside, resumes_among(found.keys), tries=tries)
             return _word_of_choice(choice)
         try:
-            return _Word(candidates=tuple(_only(line, step, store, keys)))
+            return _Word(candidates=(_only(found, step, store),))
         except StepMissingError:
             now = time.monotonic()
             if now + pause_s > give_up:
@@ -224,21 +257,42 @@ def _word_of_choice(choice: Choice) -> _Word:
     )
 
 
-def _only(
-    line: list[ManifestRef], step: int, store: ObjectStore, keys: Sequence[str] = ()
-) -> list[ManifestRef]:
-    found = [m for m in line if m.step == step]
-    if not found:
-        held = ", ".join(str(m.step) for m in line[-8:]) or "none"
-        begun = [k for k in keys if f"/{step_prefix(1, step).partition('/')[2]}" in k]
+def _only(found: _Survey, step: int, store: ObjectStore) -> ManifestRef:
+    """The step that was asked for. Raises StepMissingError, saying what there is of it."""
+    counting = [m for m in found.line if m.step == step]
+    if counting:
+        return counting[-1]
+    left = [m for m in found.manifests if m.step == step]
+    begun = [k for k in found.keys if f"/{step_prefix(1, step).partition('/')[2]}" in k]
+    held = f"the newest that count are: {', '.join(str(m.step) for m in found.line[-8:]) or 'none'}"
+    if left:
+        why = f"{_why_left(left[-1], found.records)}; {held}. Load one of these; {_see(left[-1], store)}"
+    elif begun:
         why = (
-            f"step {step} is not committed, though a save of it was begun ({begun[0]}): it is under way (wait_s waits for it), "
-            f"or was given up"
-            if begun
-            else f"there is no committed step {step} on its lineage"
+            f"step {step} is not committed, though a save of it was begun ({begun[0]}): it is under way (wait_s waits for it), or was given "
+            f"up; {held}"
         )
-        raise StepMissingError(f"{store.root}: {why}; the newest are: {held}")
-    return found[-1:]
+    else:
+        why = f"there is no committed step {step} on its lineage; {held}"
+    raise StepMissingError(f"{store.root}: {why}")
+
+
+def _why_left(ref: ManifestRef, records: Mapping[int, Record]) -> str:
+    """Of a step that is committed and does not count: who has left it behind."""
+    by = left_by(records, ref.generation)
+    said = f"step {ref.step} is committed, by generation {ref.generation}, and does not count"
+    if by is None:
+        return said
+    start = by.start
+    origin = f"step {start.step} of generation {start.generation}" if start.generation else "nothing"
+    return f"{said}: generation {by.generation} went on from {origin}, and so left it behind"
+
+
+def _see(ref: ManifestRef, store: ObjectStore) -> str:
+    return (
+        f"`surefoot ckpt show {store.root} {ref.step} --generation {ref.generation}` shows what it holds, in safetensors files that any tool "
+        f"opens"
+    )
 
 
 # ---------------------------------------------------------------- one try
@@ -248,7 +302,12 @@ def _try_load(
     store: ObjectStore, party: Party, state: Mapping[str, Any], ref: ManifestRef, *, strict: bool
 ) -> tuple[Manifest | None, Fit, Exception | None]:
     try:
-        manifest = shared_manifest(store, party, ref.generation, ref.step)
+        try:
+            manifest = shared_manifest(store, party, ref.generation, ref.step)
+        except (CkptError, ObjectStoreError):
+            raise
+        except Exception as e:  # of these the others may know nothing
+            raise (GroupError if isinstance(e, RuntimeError) else UnagreedError)(e) from e
         return manifest, load_together(store, manifest, party, state, strict=strict), None
     except Exception as e:  # whatever it is, the others must hear of it before this rank raises
         return None, Fit(), e
@@ -294,7 +353,7 @@ def read(root: Root, step: int, name: str, part: Sequence[slice] | None = None) 
     with a step.
     """
     store = open_store(root)
-    ref = _only(find_line(store), step, store)[0]
+    ref = _only(_survey(store), step, store)
     manifest = read_manifest(store, ref.generation, ref.step)
     require_objects(store, manifest)
     stored = manifest.aliases.get(name, name)

@@ -178,7 +178,6 @@ def rank_is_killed(root: str, victim: int) -> str:
 def rank_0_is_stopped(root: str, when: str) -> None:
     """Rank 0, which hosts the words, is stopped: before a save that the others begin, or when it has begun one."""
     quick()
-    saving.CHANNEL_TIMEOUT_S = 3.0
     state = sharded()
     c = ckpt.Checkpointer(root, deadline_s=60)
     c.save(10, state).wait()
@@ -187,7 +186,7 @@ def rank_0_is_stopped(root: str, when: str) -> None:
     handle = c.save(20, state) if when == "during" else None
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(CkptError, match="rank 0 has not answered for 3 s: its process is stopped") as caught:
+    with pytest.raises(CkptError, match=r"rank 0 has not answered for \d+ s: its process is stopped") as caught:
         (handle or c.save(20, state)).wait()
     c._close_after(caught.value)
     print("named", flush=True)
@@ -224,12 +223,12 @@ def late_words(root: str) -> None:
             failpoint.arm(failpoint.parse("upload.before_objects=error"))
         with pytest.raises(CommitError, match=r"rank 1 failed|FailpointError"):
             c.save(20, state).wait()
-        first = c._last_attempt
+        first = c._takeoff.last_attempt
         dist.barrier()
         failpoint.arm(failpoint.parse("upload.before_finish=delay:0.7") if rank == 1 else None)
         handle = c.save(20, state)
         dist.barrier()
-        assert c._last_attempt != first
+        assert c._takeoff.last_attempt != first
         if rank == 1:
             own = c._opened()
             assert isinstance(own, channel.StoreChannel)
@@ -244,7 +243,7 @@ def late_words(root: str) -> None:
         assert not handle.done(), "attempt 2 is not finished by what belongs to attempt 1"
         manifest = handle.wait()
         assert manifest is not None
-        assert manifest.attempt == c._last_attempt
+        assert manifest.attempt == c._takeoff.last_attempt
         failpoint.arm(None)
     dist.barrier()
     assert ckpt.verify(root, 20).ok

@@ -64,7 +64,7 @@ def test_a_rank_that_is_killed(
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_rank_0_is_stopped(when: str, rank_host: RankHost, eventually: Any, tmp_path: Path) -> None:
-    """Not killed, so no connection breaks: the others name it when the channel's timeout is over."""
+    """Not killed, so no connection breaks: the others name it all the same, long before the channel's timeout is over."""
     running = rank_host.start(3, "saving_acts:rank_0_is_stopped", (tmp_path / "root").as_uri(), when)
     try:
         eventually(lambda: all("named" in running.log(r) for r in (1, 2)), within_s=40)

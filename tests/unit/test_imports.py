@@ -162,6 +162,7 @@ DOORS: dict[str, tuple[str, ...]] = {
             "ckpt.saving.checkpointer",
             "ckpt.saving.oneshot",
             "ckpt.loading.together",
+            "ckpt.loading.abandon",
             "ckpt.loading.carrying",
             "ckpt.loading.fetching",
             "ckpt.loading.nodememory",

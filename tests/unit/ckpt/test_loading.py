@@ -186,9 +186,31 @@ def test_a_step_in_flight_is_not_there_yet(root: str) -> None:
     with pytest.raises(StepMissingError, match="step 40 is not committed") as e:
         ckpt.load(root, state_of(0), step=40)
     assert begun in str(e.value)
-    assert "the newest are: 20" in str(e.value)
+    assert "the newest that count are: 20" in str(e.value)
     with pytest.raises(StepMissingError, match="no committed step 60"):
         ckpt.load(root, state_of(0), step=60)
+
+
+def test_a_step_that_was_left_behind_is_told_from_one_that_never_was(root: str) -> None:
+    """What it is, who has left it behind, and where to look: a load of it, or a read, is refused with that."""
+    save(root, 20, 40)
+    with ckpt.Checkpointer(root) as c:
+        c.load(state_of(0), step=20)
+        c.save(30, state_of(30)).wait()
+    said = (
+        "step 40 is committed, by generation 1, and does not count: generation 2 went on from step 20 of generation 1, and so left it "
+        "behind; the newest that count are: 20, 30."
+    )
+    for call in (lambda: ckpt.load(root, state_of(0), step=40), lambda: ckpt.read(root, 40, "w")):
+        with pytest.raises(StepMissingError) as e:
+            call()
+        assert said in str(e.value)
+        assert f"ckpt show {root} 40 --generation 1" in str(e.value)
+    save(root, 50)
+    with pytest.raises(
+        StepMissingError, match=r"step 30 is committed, by generation 2, .* generation 3 went on from nothing"
+    ):
+        ckpt.load(root, state_of(0), step=30)
 
 
 def test_a_load_can_wait_for_a_step(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
