@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,33 +17,27 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import msgspec
 import torch.distributed as dist
 
-from surefoot import failpoint as failpoints
 from surefoot.ckpt.channel import Channel, open_channel
 from surefoot.ckpt.errors import (
     CkptError,
     CkptUserError,
-    CommitError,
     FencedError,
 )
-from surefoot.ckpt.format.plain import encode_plain
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.live.livestate import no_collection
 from surefoot.ckpt.loading.aside import RESUME_TRIES, Resume
 from surefoot.ckpt.loading.reading import ADVICE
 from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_start
-from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
-from surefoot.ckpt.record import Record, StartRef, read_records
+from surefoot.ckpt.record import StartRef, read_records
+from surefoot.ckpt.saving.agreement import Agreement
 from surefoot.ckpt.saving.cadence import Cadence
 from surefoot.ckpt.saving.equipment import Equipment
-from surefoot.ckpt.saving.flight import Flight, Terms, words_of_attempt
 from surefoot.ckpt.saving.generation import OwnGeneration
 from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
-from surefoot.ckpt.saving.jobs import UploadMsg
 from surefoot.ckpt.saving.options import require_mapping, require_sensible, whole_step
-from surefoot.ckpt.saving.upload import Attempt
+from surefoot.ckpt.saving.takeoff import Takeoff
 from surefoot.ckpt.saving.writer import KILL_AFTER_S
 from surefoot.ckpt.store import ObjectStore, Root, open_store
 
@@ -101,24 +93,28 @@ class Checkpointer:
         self._cadence = Cadence(every, every_s)
         self._store: ObjectStore = open_store(root)
         self._group = group
-        self._retention = None if keep is None else Retention(newest=keep, every_steps=keep_every)
         self._memory_budget = memory_budget
-        self._deadline_s = deadline_s
         self._skips = busy == "skip"
         self._resume_tries = resume_tries
         self._resume: Resume | None = None
         self._channel: Channel | None = None
         self._equipment: Equipment | None = None
         self._own = OwnGeneration(self._store, start_over=start_over)
+        self._agreement = Agreement(self._store.root, self._own)
+        self._takeoff = Takeoff(
+            self._store,
+            self._own,
+            self._agreement,
+            self._cadence,
+            deadline_s=deadline_s,
+            retention=None if keep is None else Retention(newest=keep, every_steps=keep_every),
+            committed=self._note_commit,
+        )
         self._in_flight: SaveHandle | None = None
         self._latest: SaveHandle | None = None
         """Of the newest step that was saved, in flight or not."""
-        self._flight: Flight | None = None
-        self._last_attempt = ""
         self._last_commit: tuple[int, float] | None = None
         """On rank 0: its step, and when, on the monotonic clock."""
-        self._swept = False
-        self._records: dict[int, Record] = {}
         self._fenced: FencedError | None = None
         self._owner = os.getpid()
         self._calling = threading.Lock()
@@ -165,8 +161,7 @@ class Checkpointer:
         equipment = self._equipped()
         if equipment.live.known:
             return
-        word, _ = self._look(0, state, {})
-        verdict = self._decide(word)
+        verdict, _ = self._agreement.ask(0, state, {}, equipment.live, self._opened())
         if not verdict.failure and not verdict.roots:
             try:
                 if verdict.fresh:
@@ -229,12 +224,13 @@ class Checkpointer:
         self._settle()
         if self._fenced is not None:
             raise self._fenced
-        equipment = self._equipped()
+        equipment, plain = self._equipped(), {"cursor": cursor, "extra": extra}
         with no_collection():
             try:
-                self._begin(handle, state, cursor, extra, blocking=blocking)
+                self._takeoff.begin(handle, state, plain, equipment, self._opened(), blocking=blocking)
             finally:
                 equipment.live.forget()
+        self._in_flight = self._latest = handle
         self._cadence.saved(time.monotonic() - begun)
         if blocking:
             self._settle()
@@ -410,126 +406,16 @@ class Checkpointer:
         finally:
             self._release(KILL_AFTER_S)
 
+    def _note_commit(self, step: int) -> None:
+        """On rank 0, by the flight: the step is committed."""
+        self._last_commit = (step, time.monotonic())
+        self._settle_resume()
+
     def _release(self, wait_s: float) -> None:
-        if self._flight is not None:
-            self._flight.join(wait_s)
-            self._flight = None
+        self._takeoff.join(wait_s)
         if self._equipment is not None:
             self._equipment.close(wait_s)
             self._equipment = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    # ---- one save
-
-    def _begin(
-        self,
-        handle: SaveHandle,
-        state: Mapping[str, Any],
-        cursor: dict[str, Any] | None,
-        extra: dict[str, Any] | None,
-        *,
-        blocking: bool,
-    ) -> None:
-        """Agree, and have a flight see it through; then stage the state, or write it."""
-        equipment, channel = self._equipped(), self._opened()
-        plain = {"cursor": cursor, "extra": extra}
-        attempt = self._agree(handle.step, state, plain)
-        opened = self._own.open(handle.step, channel)
-        staged = not blocking and equipment.get_ready()
-        terms = self._terms(Attempt(generation=opened.generation, step=handle.step, attempt=attempt))
-        flight = Flight(handle, terms, channel, self._store, equipment.uploader() if staged else None)
-        if self._flight is not None:
-            self._flight.join()
-        self._flight = flight
-        flight.start()  # before the copy: the others are to know at once if this process dies in it
-        self._in_flight = self._latest = handle
-        try:
-            job = UploadMsg(
-                generation=opened.generation,
-                conditional=opened.conditional,
-                step=handle.step,
-                attempt=attempt,
-                rank=channel.rank,
-                world_size=channel.world_size,
-                deadline_s=self._deadline_s,
-                values=equipment.live.values,
-                cursor=plain["cursor"] or {},
-                extra=plain["extra"],
-                replicas=equipment.live.hashes() if staged else {},
-                failpoints=failpoints.armed_text(),
-            )
-            if staged:
-                equipment.stage(job, flight.part, handle)
-            else:
-                equipment.write(job, flight.part)
-                flight.part.end(None)
-        except BaseException as e:
-            flight.part.end(
-                e if isinstance(e, Exception) else CommitError(f"interrupted: {type(e).__name__}")
-            )
-            handle.ended_within(KILL_AFTER_S)
-            handle.drop()
-            self._in_flight = None
-            raise
-
-    def _terms(self, place: Attempt) -> Terms:
-        stale, self._last_attempt = self._last_attempt, place.attempt
-        rank = self._opened().rank
-        return Terms(
-            place=place,
-            deadline_s=self._deadline_s,
-            facts={"host": socket.gethostname(), "pid": os.getpid(), **self._cadence.facts()},
-            retention=self._retention,
-            sweep=not self._swept,
-            known=self._records,
-            committed=lambda: self._note_commit(place.step),
-            stale_words=words_of_attempt(stale) if stale and rank == 0 else (),
-        )
-
-    def _note_commit(self, step: int) -> None:
-        """On rank 0, by the flight: the step is committed."""
-        self._last_commit = (step, time.monotonic())
-        self._swept = True
-        self._settle_resume()
-
-    def _look(
-        self, step: int, state: Mapping[str, Any], plain: dict[str, dict[str, Any] | None]
-    ) -> tuple[Word, Exception | None]:
-        """Can this rank save that? What is given in `plain` becomes what is stored of it."""
-        try:
-            self._own.require_new(step)
-            plain |= {name: encode_plain(name, given) for name, given in plain.items()}
-            fresh = self._equipped().live.look(state)
-            return Word(step=step, root=self._store.root, fresh=fresh), None
-        except Exception as e:  # the others must hear of it before this rank raises
-            return Word(step=step, root=self._store.root, failure=f"{type(e).__name__}: {e}"), e
-
-    def _decide(self, word: Word) -> Verdict:
-        attempt = secrets.token_hex(8)
-
-        def answer(words: list[bytes]) -> bytes:
-            return msgspec.json.encode(judge([decode_word(w) for w in words], attempt))
-
-        return decode_verdict(self._opened().decide(msgspec.json.encode(word), answer))
-
-    def _agree(self, step: int, state: Mapping[str, Any], plain: dict[str, dict[str, Any] | None]) -> str:
-        """One round per save: all save the same step, all can; where a layout is new, all tell theirs. Returns the attempt."""
-        word, error = self._look(step, state, plain)
-        verdict = self._decide(word)
-        if error is not None:
-            raise error
-        if verdict.roots:
-            raise CkptUserError(
-                f"ranks save under different roots ({verdict.roots}): give all the same, a folder or bucket that all of them see"
-            )
-        if verdict.failure:
-            raise CommitError(f"step {step} cannot be saved: {verdict.failure}")
-        if verdict.others:
-            raise CkptUserError(
-                f"this rank saves step {step}, others do not ({verdict.others}): all ranks save together"
-            )
-        if verdict.fresh:
-            self._equipped().live.agree()
-        return verdict.attempt

@@ -223,12 +223,12 @@ def late_words(root: str) -> None:
             failpoint.arm(failpoint.parse("upload.before_objects=error"))
         with pytest.raises(CommitError, match=r"rank 1 failed|FailpointError"):
             c.save(20, state).wait()
-        first = c._last_attempt
+        first = c._takeoff.last_attempt
         dist.barrier()
         failpoint.arm(failpoint.parse("upload.before_finish=delay:0.7") if rank == 1 else None)
         handle = c.save(20, state)
         dist.barrier()
-        assert c._last_attempt != first
+        assert c._takeoff.last_attempt != first
         if rank == 1:
             own = c._opened()
             assert isinstance(own, channel.StoreChannel)
@@ -243,7 +243,7 @@ def late_words(root: str) -> None:
         assert not handle.done(), "attempt 2 is not finished by what belongs to attempt 1"
         manifest = handle.wait()
         assert manifest is not None
-        assert manifest.attempt == c._last_attempt
+        assert manifest.attempt == c._takeoff.last_attempt
         failpoint.arm(None)
     dist.barrier()
     assert ckpt.verify(root, 20).ok
