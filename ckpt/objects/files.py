@@ -7,17 +7,22 @@ succeeds. (O_EXCL would leave a torn object after a kill; rename would overwrite
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import secrets
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from surefoot.ckpt.objects.linuxfiles import (
+    fsync_folder,
+    make_folder,
+    preallocate,
+    start_flushing,
+    walk,
+)
 from surefoot.ckpt.store import (
     TEMPORARY_PREFIX,
     ObjectExistsError,
@@ -32,8 +37,6 @@ from surefoot.ckpt.store import (
 )
 from surefoot.failpoint import failpoint
 
-PREALLOCATE_NBYTES = 2**20
-"""Smaller files are written at once: nothing to gain."""
 FLUSH_NBYTES = 16 * 2**20
 """So often a long write is pushed on to the disk."""
 OPEN_READERS = 16
@@ -119,7 +122,7 @@ class FileObjectStore:
         with self.mapped("delete", key):
             try:
                 path.unlink()
-                _fsync_folder(path.parent)
+                fsync_folder(path.parent)
             except FileNotFoundError:
                 return
         for folder in path.parents:
@@ -131,12 +134,12 @@ class FileObjectStore:
                 break  # it is not empty, or somebody else was faster
 
     def _files(self, prefix: str) -> list[tuple[str, str, os.stat_result]]:
-        """Of the folder that holds whatever starts with `prefix`: see `_walk`."""
+        """Of the folder that holds whatever starts with `prefix`: see `walk`."""
         folder, _, _ = prefix.rpartition("/")
         with self.mapped("list", prefix):
             if self._folder.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self._folder))
-            return list(_walk(os.path.join(self._folder, folder), folder + "/" if folder else ""))
+            return list(walk(os.path.join(self._folder, folder), folder + "/" if folder else ""))
 
     def _path(self, key: str) -> Path:
         return self._folder / check_key(key)
@@ -208,7 +211,7 @@ def _begin(path: Path) -> tuple[int, Path]:
     """A new temporary beside `path`, open for writing: descriptor and path. Its name tells what it was to become."""
     for attempt in range(_TRIES):
         try:
-            _make_folder(path.parent)
+            make_folder(path.parent)
             name = f"{TEMPORARY_PREFIX}{secrets.token_hex(6)}-{path.name}"
             if len(os.fsencode(name)) > NAME_MAX:
                 name = name[: len(TEMPORARY_PREFIX) + 12]
@@ -227,60 +230,13 @@ def _finish(fd: int, temporary: Path, path: Path) -> None:
     os.link(temporary, path)
     failpoint("store.after_link")
     temporary.unlink(missing_ok=True)
-    _fsync_folder(path.parent)
+    fsync_folder(path.parent)
 
 
 def _intended(name: str) -> str:
     """The name that the temporary `name` was to get; its own where it does not tell."""
     _, _, rest = name.removeprefix(TEMPORARY_PREFIX).partition("-")
     return rest or name
-
-
-def _preallocate(fd: int, size: int) -> None:
-    """Claim the space: a full disk is found before the first byte, and the blocks lie together. Where the file system cannot,
-    nothing happens (posix_fallocate would write to every block instead). In memory no block lies better than another, and
-    claiming costs an eighth of the time to write: there it is only looked whether there is room. Raises OSError: ENOSPC, EDQUOT."""
-    if size < PREALLOCATE_NBYTES:
-        return
-    room = _room_on_tmpfs(fd)
-    if room is None:
-        if _fallocate(fd, 0, size) == 0 or (code := ctypes.get_errno()) not in (errno.ENOSPC, errno.EDQUOT):
-            return
-        raise OSError(code, os.strerror(code))
-    if room < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _room_on_tmpfs(fd: int) -> int | None:
-    """How many bytes the tmpfs still takes in which the file lies; None where it lies in another file system."""
-    words = (ctypes.c_long * STATFS_WORDS)()  # f_type, f_bsize, f_blocks, f_bfree, ...
-    if _LIBC.fstatfs(ctypes.c_int(fd), words) != 0 or words[0] != TMPFS_MAGIC:
-        return None
-    return words[1] * words[3] if words[2] else sys.maxsize  # no blocks: it was mounted without a limit
-
-
-def _fallocate(fd: int, begin: int, nbytes: int) -> int:
-    call = getattr(_LIBC, "fallocate", None)
-    if call is None:
-        return -1
-    return call(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(begin), ctypes.c_int64(nbytes))
-
-
-def _start_flushing(fd: int, begin: int, nbytes: int) -> None:
-    """Let the kernel write these pages out while the next are being filled, so that fsync has little left to wait for: on ext4 on a
-    disk 1.7 GB/s instead of 1.05, fsync included. It is a hint; what it says does not matter."""
-    if (call := getattr(_LIBC, "sync_file_range", None)) is not None:
-        call(
-            ctypes.c_int(fd),
-            ctypes.c_int64(begin),
-            ctypes.c_int64(nbytes),
-            ctypes.c_uint(SYNC_FILE_RANGE_WRITE),
-        )
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-SYNC_FILE_RANGE_WRITE = 2
-TMPFS_MAGIC, STATFS_WORDS = 0x01021994, 32
 
 
 class FileUpload:
@@ -295,7 +251,7 @@ class FileUpload:
         self._flushed = 0
         self._fd, self._temporary = _begin(path)
         try:
-            _preallocate(self._fd, size)
+            preallocate(self._fd, size)
         except OSError:
             self.abort()
             raise
@@ -305,7 +261,7 @@ class FileUpload:
             _write_all(self._fd, data)
         self._written += data.nbytes
         if self._written - self._flushed >= FLUSH_NBYTES:
-            _start_flushing(self._fd, self._flushed, self._written - self._flushed)
+            start_flushing(self._fd, self._flushed, self._written - self._flushed)
             self._flushed = self._written
 
     def drain(self) -> None:
@@ -371,53 +327,3 @@ def _read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
         if n:
             left[0] = left[0][n:]
     return done
-
-
-# ---------------------------------------------------------------- folders
-
-
-def _make_folder(folder: Path) -> None:
-    """Like mkdir -p, and every new name is durable."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
-        return
-    _fsync_folder(folder.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _walk(
-    folder: str, prefix: str, above: frozenset[tuple[int, int]] = frozenset()
-) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Every file below, temporaries included: the key's folder with its slash, name, status. What vanishes while we look was
-    being deleted, and is passed over; so are links that lead nowhere or back to one of the folders `above`."""
-    try:
-        entries = list(os.scandir(folder))
-        here = os.stat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    if (itself := (here.st_dev, here.st_ino)) in above:
-        return
-    for entry in entries:
-        try:
-            if entry.is_dir():
-                yield from _walk(entry.path, f"{prefix}{entry.name}/", above | {itself})
-            elif entry.is_file():
-                yield prefix, entry.name, entry.stat()
-        except FileNotFoundError:
-            continue
-        except OSError as e:
-            if e.errno != errno.ELOOP:
-                raise

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from surefoot.ckpt.objects import files
+from surefoot.ckpt.objects import files, linuxfiles
 from surefoot.ckpt.objects.s3 import S3ObjectStore
 from surefoot.ckpt.store import ObjectExistsError, ObjectStore, ObjectStoreError, open_store
 
@@ -75,7 +75,7 @@ def small_disk(folder: str) -> dict[str, Any]:
     note("without a limit", lambda: files.FileObjectStore(endless).create("a/large", bytes(2**24)))
     note("preallocating", lambda: store.upload("a/large", 2**24, deadline_s=1.0))
     found["left after preallocating"] = sorted(os.listdir(f"{folder}/root/a"))
-    files.PREALLOCATE_NBYTES = 2**60
+    linuxfiles.PREALLOCATE_NBYTES = 2**60
     note("writing", lambda: store.create("a/large", bytes(2**24)))
     found["left after writing"] = sorted(os.listdir(f"{folder}/root/a"))
     note("a small one", lambda: store.create("a/small", b"x"))
