@@ -27,6 +27,7 @@ from surefoot.ckpt.errors import (
 from surefoot.ckpt.keeping.cleaning import plan_gc
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.record import Record, StartRef, create_record, read_records
+from surefoot.ckpt.saving import equipment
 from surefoot.ckpt.saving.generation import StaleStartError
 from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.store import open_store
@@ -457,6 +458,22 @@ def test_a_step_is_saved_once_and_a_lower_one_may_follow(root: str, *, blocking:
         c.load({"w": torch.zeros(3)}, step=3)
         c.save(5, {"w": torch.full((3,), 5.0)}, blocking=blocking).wait()
     assert ckpt.read(root, 5, "w")[0] == 5.0
+
+
+def test_force_saves_again_what_broke_off(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = build()
+
+    def breaks(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        raise OSError("on cue")
+
+    with ckpt.Checkpointer(root) as c:
+        monkeypatch.setattr(equipment, "store_job", breaks)
+        with pytest.raises(OSError, match="on cue"):
+            c.save(10, state, blocking=True)
+        handle = c.save(10, state, blocking=True, force=True)
+        assert handle.wait() is not None
+    assert ckpt.steps(root) == [10]
 
 
 def test_a_step_whose_save_failed_may_be_saved_again(root: str) -> None:
