@@ -97,7 +97,8 @@ class ElsewhereError(CkptWorldError):
 
 
 class CoverageError(CkptWorldError):
-    """Some element of a tensor would be stored never or twice; the message names tensor and box."""
+    """Some element of a tensor would be stored never or twice; the message names tensor and box, and says whether that lies in what
+    the ranks hold (`Boxes`, DTensors) or is a bug of ours."""
 
 
 class CommitError(CkptWorldError):

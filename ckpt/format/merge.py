@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from surefoot.ckpt.errors import CommitError, StateError
+from surefoot.ckpt.errors import CommitError, CoverageError, StateError
 from surefoot.ckpt.format.sound import require_sound_contents
 from surefoot.ckpt.format.values import first_difference, tensor_names
 from surefoot.ckpt.manifest import (
@@ -209,6 +209,12 @@ def _require_stored(objects: Iterable[DataObject], sizes: Mapping[str, int], whe
             )
 
 
+_OURS = (
+    "That the ranks hold all of it was proved before, so this is a bug of Surefoot and not of the state, and nothing was committed: please "
+    "report this message with the number of ranks, how the model is sharded over them, and the version of Surefoot"
+)
+
+
 def _require_whole(
     objects: Sequence[DataObject], tensors: Mapping[str, TensorMeta], prefix: str, where: str
 ) -> None:
@@ -216,6 +222,8 @@ def _require_whole(
         require_sound_contents(tensors, objects, prefix)
     except CommitError as e:
         raise CommitError(f"{where}: {e}") from e
+    except CoverageError as e:
+        raise CoverageError(f"{where}: {e}. {_OURS}") from e
 
 
 def _short(value: Any) -> str:

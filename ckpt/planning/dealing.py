@@ -73,7 +73,10 @@ def deal(bulks: Sequence[Bulk], loads: Ints, at: int) -> tuple[Ints, Ints]:
         if not chosen.any():
             continue
         edges = cut([b for b, is_chosen in zip(bulks, chosen, strict=True) if is_chosen], loads)
-        starts = _edges(nbytes[chosen])[:-1]
+        line = _edges(nbytes[chosen])
+        assert (edges[0], edges[-1]) == (0, line[-1]), "each byte is somebody's"
+        assert (np.diff(edges) >= 0).all(), "and nobody else's"
+        starts = line[:-1]
         begin[chosen] = np.clip(edges[at] - starts, 0, nbytes[chosen])
         end[chosen] = np.clip(edges[at + 1] - starts, 0, nbytes[chosen])
         loads = loads + np.diff(edges)
@@ -94,7 +97,8 @@ def _cut_large(bulks: Sequence[Bulk], loads: Ints) -> Ints:
     # No sliver at either end of a box.
     inside = np.where(inside < SPLIT_NBYTES // 2, 0, inside)
     inside = np.where(size - inside < SPLIT_NBYTES // 2, size, inside)
-    return starts[box] + inside
+    # What is rounded are cuts between ranks. The end of the line is none: what lies behind it would be nobody's.
+    return np.where(edges == total, total, starts[box] + inside)
 
 
 def _cut_small(bulks: Sequence[Bulk], loads: Ints) -> Ints:

@@ -216,6 +216,12 @@ def _disagree(name: str, tellings: Sequence[tuple[str, tuple[int, ...], Template
     )
 
 
+_MEND = (
+    "a rank that holds part of a DTensor has to take part in the save and have it in its state, and all ckpt.Boxes of a tensor have to "
+    "make up all of it"
+)
+
+
 def _kind(places: _Places, named: _Named, held: _Held, members: dict[bytes, int]) -> _Kind:
     """Raises CoverageError where the boxes do not make up the tensors. `members` numbers the groups, and grows."""
     offset, extent, ranks = _held_by_all(places, held, len(named.shape))
@@ -240,7 +246,8 @@ def _kind(places: _Places, named: _Named, held: _Held, members: dict[bytes, int]
             f"{named.names[0]}: rank {ranks[twice[0]]} holds the box {box} twice; name each box once"
         )
     if miscounted(named.shape, kind.offset, kind.extent) is not None:
-        raise uncovered_error(named.names[0], named.shape, [kind.box(b) for b in range(len(first))])
+        found = uncovered_error(named.names[0], named.shape, [kind.box(b) for b in range(len(first))])
+        raise CoverageError(f"{found}. This is what the ranks hold: {_MEND}")
     for b in np.flatnonzero(np.diff(kind.first) > 1):
         # Big-endian: the bytes sort as the numbers do.
         key = ranks[kind.first[b] : kind.first[b + 1]].astype(">i8").tobytes()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from surefoot import ckpt
 from surefoot.ckpt.errors import CkptError, CommitError, CoverageError, StateError
@@ -63,6 +64,33 @@ def save_wrong_boxes(root: str) -> None:
         if times == "covered 2 times":
             assert "[0:4,0:3]" in str(caught.value), "the error names the boxes"
     assert ckpt.steps(root) == []
+
+
+# ---------------------------------------------------------------- large replicas
+
+
+ROWS = 34_000
+"""Of 4 KiB: 133 MiB, so that a rank's half is cut at whole blocks; and 208 rows beyond the last of them."""
+
+
+def large_replica() -> nn.Module:
+    model = nn.Linear(1024, ROWS, bias=False)
+    return DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+
+
+def save_large_replica(root: str) -> int:
+    """Plain data parallel. Returns the rows that were committed, each with its number in it."""
+    model = large_replica()
+    with torch.no_grad():
+        next(model.parameters()).copy_(torch.arange(float(ROWS))[:, None].expand(-1, 1024))
+    return ckpt.save(root, STEP, {"model": model}).tensors["model.weight"].shape[0]
+
+
+def load_large_replica(root: str) -> None:
+    model = large_replica()
+    assert ckpt.load(root, {"model": model}) is not None
+    (weight,) = model.parameters()
+    assert torch.equal(weight, torch.arange(float(ROWS))[:, None].expand(-1, 1024))
 
 
 # ---------------------------------------------------------------- hops

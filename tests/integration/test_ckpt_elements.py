@@ -33,6 +33,14 @@ def test_boxes_that_leave_a_hole_or_overlap(ranks: Ranks, root: str) -> None:
     ranks(2, "ckpt_elements:save_wrong_boxes", root)
 
 
+def test_a_large_replica(ranks: Ranks, tmp_path: Path) -> None:
+    """CKP-01: what does not end with a whole block is written to the end, by plain data-parallel ranks with nothing declared."""
+    root = (tmp_path / "root").as_uri()
+    assert ranks(2, "ckpt_elements:save_large_replica", root) == [34_000] * 2
+    ranks(2, "ckpt_elements:load_large_replica", root)
+    ranks(1, "ckpt_elements:load_large_replica", root)
+
+
 def test_hops_over_ranks_without_rows(ranks: Ranks, root: str) -> None:
     """CKP-02, CKP-04."""
     hops = {"fsdp2tp2": 4, "tp4": 4, "fsdp8": 8, "1": 1}

@@ -13,7 +13,7 @@ from ckpt_faulty import FaultyStore
 from ckpt_images import arrays, make_images
 
 from surefoot.ckpt import tiers
-from surefoot.ckpt.errors import CommitError, DamagedError, ImageError
+from surefoot.ckpt.errors import CommitError, CoverageError, DamagedError, ImageError
 from surefoot.ckpt.format.merge import merge_parts
 from surefoot.ckpt.format.sound import require_sound
 from surefoot.ckpt.loading.restore import read_ledger, read_manifest
@@ -569,6 +569,15 @@ def bad_piece(**changes: Any) -> PartRecord:
 def test_merge_refuses(parts: list[PartRecord], sizes: dict[str, int] | None, words: str) -> None:
     with pytest.raises(CommitError, match=words):
         merged(*parts, sizes=sizes)
+
+
+def test_what_the_plan_had_proved_and_is_not_written_is_our_bug() -> None:
+    """The caller has declared nothing: the message does not blame him, and says what to report."""
+    lacking = part(0, tensors={"w0": TensorMeta(dtype="float32", shape=(5,))})
+    with pytest.raises(
+        CoverageError, match=r"element \[4\] is covered 0 times.* a bug of Surefoot .* report"
+    ):
+        merged(lacking)
 
 
 def test_an_attempt_is_a_plain_word() -> None:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from surefoot.ckpt.boxes import Box, stretch, whole
@@ -46,14 +46,33 @@ def test_only_the_emptiest_get_anything(given_loads: list[int], nbytes: int, ran
     assert np.count_nonzero(given_bytes) <= ranks
 
 
-bulks = st.builds(
+itemsizes = st.sampled_from([1, 2, 4, 8])
+small_bulks = st.builds(
+    Bulk, extent=st.lists(st.sampled_from([1, 2, 3, 7, 64, 1000]), max_size=3).map(tuple), itemsize=itemsizes
+)
+rows = st.sampled_from([768, 1000, 1024, 2048, 4096])
+large_bulks = st.builds(
     Bulk,
-    extent=st.lists(st.sampled_from([1, 2, 3, 7, 64, 1000]), max_size=3).map(tuple),
-    itemsize=st.sampled_from([1, 2, 4, 8]),
+    extent=st.one_of(
+        st.tuples(st.integers(1, 10**9)),
+        st.tuples(st.integers(1, 60_000), rows),
+        st.tuples(st.integers(1, 64), st.integers(1, 60_000), rows),
+    ),
+    itemsize=itemsizes,
+)
+"""Up to units of whole blocks: no memory is needed to deal them out."""
+bulks = st.one_of(small_bulks, large_bulks)
+many_loads = st.lists(st.integers(0, 10**10), min_size=1, max_size=64) | st.integers(1, 64).map(
+    lambda n: [0] * n
 )
 
 
-@given(st.lists(bulks, min_size=1, max_size=12), loads.map(lambda ls: [n * 100 * KIB for n in ls]))
+@given(
+    st.lists(bulks, min_size=1, max_size=12), many_loads | loads.map(lambda ls: [n * 100 * KIB for n in ls])
+)
+@example([Bulk(extent=(60_000_000,), itemsize=4)], [0, 0])
+@example([Bulk(extent=(50_257, 768), itemsize=4)] * 3, [0, 0])
+@example([Bulk(extent=(33_000, 2048), itemsize=4)] * 2, [0, 0])
 def test_every_box_is_dealt_out_once_and_evenly(boxes: list[Bulk], given_loads: list[int]) -> None:
     cuts = all_cuts(boxes, np.array(given_loads))
     nbytes = [b.nbytes for b in boxes]
