@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from surefoot import ckpt, failpoint
 from surefoot.ckpt import channel
-from surefoot.ckpt.channel import ChannelError
+from surefoot.ckpt.channel import ChannelError, StoreChannel
 from surefoot.ckpt.errors import CkptError, CkptUserError, CommitError
 from surefoot.ckpt.objects.s3 import PART_NBYTES
 from surefoot.ckpt.saving import checkpointer as saving
@@ -129,6 +129,9 @@ def save_at_every_step(root: str, rounds: int) -> None:
                 c.save(step, state)
                 dist.barrier()
             c._settle()
+            if dist.get_rank() == 0:
+                assert isinstance(c._channel, StoreChannel)
+                assert c._channel._fore.store.num_keys() < 8 * dist.get_world_size(), "words are forgotten"
         assert in_background == []
         assert in_all == ["barrier"] * rounds, "the count counts"
     dist.barrier()
@@ -186,7 +189,9 @@ def rank_0_is_stopped(root: str, when: str) -> None:
     handle = c.save(20, state) if when == "during" else None
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with pytest.raises(CkptError, match=r"rank 0 has not answered for \d+ s: its process is stopped") as caught:
+    with pytest.raises(
+        CkptError, match=r"rank 0 has not answered for \d+ s: its process is stopped"
+    ) as caught:
         (handle or c.save(20, state)).wait()
     c._close_after(caught.value)
     print("named", flush=True)
