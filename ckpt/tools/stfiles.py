@@ -28,8 +28,8 @@ READ_NBYTES = 4 * 2**20
 def open_safetensors(source: str | os.PathLike[str], *, prefix: str = "model.") -> Foreign:
     """A safetensors file, or a folder of them; `prefix` is put before each name.
 
-    Raises: CkptUserError (no such files, or none that can be read; two tensors with one name, a second name of two tensors, a name
-        that no save would store), DamagedError (a file is none, or is cut off).
+    Raises: CkptUserError (no such files, none that can be read, or no safetensors files; two tensors with one name, a second name of
+        two tensors, a name that no save would store), DamagedError (a safetensors file is damaged or cut off).
     """
     folder = local_folder(source)
     found: dict[str, tuple[_StFile, StTensor]] = {}
@@ -63,7 +63,6 @@ def open_safetensors(source: str | os.PathLike[str], *, prefix: str = "model.") 
 
 def _files_of(folder: Path) -> list[Path]:
     if folder.is_file():
-        _require_no_pickle(folder)
         return [folder]
     if not folder.is_dir():
         raise CkptUserError(f"{folder}: there is no such file or folder")
@@ -78,26 +77,31 @@ def _files_of(folder: Path) -> list[Path]:
         )
     pickles = (p for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt") and p.is_file())
     for path in sorted(pickles):
-        _require_no_pickle(path)
+        with open_regular(path) as f:
+            _require_safetensors(path, f.read(_HEAD_NBYTES))
     raise CkptUserError(f"{folder} holds no *.safetensors")
 
 
+_HEAD_NBYTES = 9
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 """How files of torch.save begin, and pickles of protocol 2 and above. A safetensors file may begin like these: with the length of its
 header, a number of 8 bytes, of which the upper are 0; but then comes a brace."""
 
 
-def _require_no_pickle(path: Path) -> None:
-    """Raises CkptUserError for what torch.save or pickle wrote, by its first bytes: nothing of it is opened."""
-    with open(path, "rb") as f:
-        head = f.read(9)
-    ours = head[4:] == b"\0\0\0\0{"
-    pickled = head[:1] == _PICKLE and head[1:2] in (b"\2", b"\3", b"\4", b"\5") and not ours
-    if head[:4] == _ZIP or pickled:
+def _require_safetensors(path: Path, head: bytes) -> None:
+    """Raises CkptUserError for what is another kind of file, by its first bytes: what torch.save or pickle wrote is not opened."""
+    if head[4:] == b"\0\0\0\0{":
+        return
+    if head[:4] == _ZIP or (head[:1] == _PICKLE and head[1:2] in (b"\2", b"\3", b"\4", b"\5")):
         what = "a zip with a pickle in it, as torch.save writes" if head[:4] == _ZIP else "a pickle"
         raise CkptUserError(
-            f"{path} is {what}: it is not opened, since loading it can run anything; have it converted to safetensors by somebody who "
-            f"trusts it"
+            f"{path} is {what}: it is not opened, since loading it can run anything. Where you trust it, load it yourself, optimizer and "
+            f"all: torch.load(…, weights_only=True), load_state_dict, ckpt.save (docs/checkpoint.md: From torch.save)"
+        )
+    if head[8:] != b"{":
+        what = "an empty file" if not head else "no safetensors file"
+        raise CkptUserError(
+            f"{path} is {what}: name a safetensors file, a folder of them, or a torch DCP folder"
         )
 
 
@@ -143,6 +147,8 @@ class _StFile:
 def _open_file(path: Path) -> tuple[_StFile, list[StTensor], dict[str, str]]:
     """The file, its tensors, and the metadata; no data are read yet."""
     with open_regular(path) as f:
+        _require_safetensors(path, f.read(_HEAD_NBYTES))
+        f.seek(0)
         seen = _version(f)
         size = os.fstat(f.fileno()).st_size
         length = header_nbytes(f.read(8), size, key=str(path))

@@ -72,7 +72,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> dcp_metadata.Metadata:
     """DCP's table of contents, through the restricted unpickler.
 
-    Raises: CkptUserError (no DCP folder), UntrustedPickleError, DamagedError.
+    Raises: CkptUserError (no DCP folder), UntrustedPickleError, DamagedError (what lies there cannot be read).
     """
     path = folder / METADATA
     with local("read", str(folder)):
@@ -88,7 +88,9 @@ def read_metadata(folder: Path) -> dcp_metadata.Metadata:
     except Exception as e:  # a pickle can fail in any way
         raise DamagedError(f"{path} is damaged, or no DCP metadata: {e}", key=METADATA) from e
     if not isinstance(found, dcp_metadata.Metadata) or not isinstance(found.storage_data, dict):
-        raise DamagedError(f"{path} holds a {type(found).__name__}, no DCP metadata", key=METADATA)
+        raise CkptUserError(
+            f"{path} holds a {type(found).__name__}, no DCP metadata: {folder} is no DCP folder"
+        )
     return found
 
 
