@@ -100,6 +100,11 @@ def why_aside(store: ObjectStore, generation: int, step: int) -> str:
 # ---------------------------------------------------------------- which one to take (PURE)
 
 
+def ways_out(step: int) -> str:
+    """What to do where a step is passed over because starts have died after it, and it was not to blame."""
+    return f"`load(state, {step})` takes it all the same, a `Checkpointer` with `resume_tries=None` always takes the newest"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """Checkpoints to try, the first first; and those passed over without a try, with the reason."""
@@ -146,6 +151,11 @@ def choose(
         newest = sound[0]
         died = resumes.get((newest.generation, newest.step), 0)
         if died >= tries:
-            passed.append((newest, f"{died} starts resumed from it, and none of them got any further"))
+            passed.append(
+                (
+                    newest,
+                    f"{died} starts resumed from it, and none of them got any further; {ways_out(newest.step)}",
+                )
+            )
             sound = [*sound[1:], newest]
     return Choice(candidates=tuple(sound), passed_over=tuple(passed))

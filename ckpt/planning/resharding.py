@@ -20,7 +20,7 @@ class RankRead(msgspec.Struct, frozen=True, kw_only=True):
     held_nbytes: int
     """What it would hold."""
     read_nbytes: int
-    """The checked blocks that have to be fetched for it: whole blocks, so a little more."""
+    """The checked blocks that hold it: whole blocks, so a little more. Several ranks may need the same."""
     objects: int
     """From how many objects."""
 
@@ -35,14 +35,19 @@ class ReshardPlan(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     ranks: tuple[RankRead, ...]
     unique_nbytes: int
-    """What the job as a whole needs once."""
+    """All tensors, each once."""
+    read_nbytes: int
+    """What leaves the store for the job as a whole: each block that any rank needs, once."""
+    objects: int
+    """From how many objects."""
 
 
 def plan_reshard(manifest: Manifest, world_size: int) -> ReshardPlan:
     """Raises ValueError for a world size below 1."""
     if world_size < 1:
         raise ValueError(f"a job has at least 1 rank, not {world_size}")
-    ranks = tuple(_rank_read(manifest, rank, world_size) for rank in range(world_size))
+    taken = [set[int]() for _ in manifest.objects]
+    ranks = tuple(_rank_read(manifest, rank, world_size, taken) for rank in range(world_size))
     return ReshardPlan(
         step=manifest.step,
         generation=manifest.generation,
@@ -50,10 +55,15 @@ def plan_reshard(manifest: Manifest, world_size: int) -> ReshardPlan:
         world_size=world_size,
         ranks=ranks,
         unique_nbytes=manifest.nbytes,
+        read_nbytes=sum(
+            _blocks_nbytes(source, blocks) for source, blocks in zip(manifest.objects, taken, strict=True)
+        ),
+        objects=sum(1 for blocks in taken if blocks),
     )
 
 
-def _rank_read(manifest: Manifest, rank: int, world_size: int) -> RankRead:
+def _rank_read(manifest: Manifest, rank: int, world_size: int, taken: list[set[int]]) -> RankRead:
+    """What is needed of each object is added to `taken`."""
     wanted: dict[str, tuple[Box, ...]] = {}
     held = 0
     for name, meta in manifest.tensors.items():
@@ -61,8 +71,10 @@ def _rank_read(manifest: Manifest, rank: int, world_size: int) -> RankRead:
         wanted[name] = tuple(h.box for h in held_boxes(meta.shape, by))
         held += sum(b.numel for b in wanted[name]) * ITEMSIZES[meta.dtype]
     read = objects = 0
-    for source in manifest.objects:
-        nbytes = _blocks_nbytes(source, _needed(manifest, source, wanted))
+    for source, by_others in zip(manifest.objects, taken, strict=True):
+        blocks = _needed(manifest, source, wanted)
+        by_others |= blocks
+        nbytes = _blocks_nbytes(source, blocks)
         read += nbytes
         objects += nbytes > 0
     return RankRead(rank=rank, held_nbytes=held, read_nbytes=read, objects=objects)

@@ -18,7 +18,7 @@ import typer
 from surefoot.ckpt.errors import CkptUserError
 from surefoot.ckpt.store import ObjectStore, open_store
 from surefoot.ckpt.tools import tables
-from surefoot.ckpt.tools.words import local, open_root, rename_rule, size_of, which_step
+from surefoot.ckpt.tools.words import local, open_root, refuse_options, rename_rule, size_of, which_step
 from surefoot.command import Commands, complain
 from surefoot.exitcodes import ExitCode
 
@@ -46,11 +46,18 @@ StepWord = Annotated[
     typer.Argument(metavar="[STEP]", min=0, help="Default: the newest on the lineage.", show_default=False),
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", min=0, help="The step, as an option.", show_default=False)
+    int | None,
+    typer.Option("--step", min=0, help="Which step. Default: the newest on the lineage.", show_default=False),
+]
+StepWordAsOption = Annotated[
+    int | None,
+    typer.Option("--step", min=0, help="Another way to give [STEP].", show_default=False),
 ]
 Generation = Annotated[
     int | None,
-    typer.Option(min=1, help="Look among this generation's own, also off the lineage.", show_default=False),
+    typer.Option(
+        min=1, help="Look among what this generation committed, on the lineage or not.", show_default=False
+    ),
 ]
 
 
@@ -76,7 +83,7 @@ def ls_command(url: Root, json: Json = False) -> None:
 def show_command(
     url: Root,
     step: StepWord = None,
-    step_option: StepOption = None,
+    step_option: StepWordAsOption = None,
     generation: Generation = None,
     tensor: Annotated[
         str | None, typer.Option(metavar="NAME", help="Statistics of this tensor.", show_default=False)
@@ -128,7 +135,7 @@ def _show_reshard(
 def verify_command(
     url: Root,
     step: StepWord = None,
-    step_option: StepOption = None,
+    step_option: StepWordAsOption = None,
     generation: Generation = None,
     json: Json = False,
 ) -> None:
@@ -153,8 +160,14 @@ def diff_command(
     other: Annotated[
         str | None, typer.Option("--with", metavar="URL", help="STEP_B is of this root.", show_default=False)
     ] = None,
-    generation_a: Annotated[int | None, typer.Option(min=1, show_default=False)] = None,
-    generation_b: Annotated[int | None, typer.Option(min=1, show_default=False)] = None,
+    generation_a: Annotated[
+        int | None,
+        typer.Option(min=1, help="Look for STEP_A among what this generation committed.", show_default=False),
+    ] = None,
+    generation_b: Annotated[
+        int | None,
+        typer.Option(min=1, help="The same for STEP_B.", show_default=False),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: names, shapes, every bit of every tensor, values, cursor. Exit code 1 if they differ."""
@@ -164,8 +177,8 @@ def diff_command(
 
     store_a = open_root(url)
     store_b = store_a if other is None else open_root(other)
-    a = BoxReader(store_a, find(store_a, step_a, generation_a)[0])
-    b = BoxReader(store_b, find(store_b, step_b, generation_b)[0])
+    a = BoxReader(store_a, find(store_a, step_a, generation_a, option="--generation-a")[0])
+    b = BoxReader(store_b, find(store_b, step_b, generation_b, option="--generation-b")[0])
     with tables.progress_bar("comparing") as progress:
         diff = compare(a, b, progress)
     if json:
@@ -184,8 +197,14 @@ def export_command(
     url: Root,
     dest: Annotated[str, typer.Argument(metavar="FOLDER", help="Where to write.", show_default=False)],
     step: StepOption = None,
+    generation: Generation = None,
     to: Annotated[str, typer.Option("--to", metavar="safetensors|dcp", help="The format.")] = "safetensors",
-    prefix: Annotated[str, typer.Option(help="Only names that begin with it, without it.")] = "model.",
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="Only names that begin with it, without it. Default: 'model.'.", show_default=False
+        ),
+    ] = None,
     rename: Annotated[
         list[str] | None,
         typer.Option(
@@ -197,36 +216,41 @@ def export_command(
     dtype: Annotated[
         str | None, typer.Option(help="Change floating-point tensors to this type.", show_default=False)
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file.")] = "5GB",
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Of one file. Default: 5GB.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Write a step's weights as safetensors with a Hugging Face index, or all of it as a torch DCP folder."""
+    """Write a step's weights as safetensors with a Hugging Face index, or all of it as a torch DCP folder (--to dcp: everything there is,
+    as it is; --prefix, --rename, --dtype and --max-shard-size are refused)."""
     from surefoot.ckpt.tools import exporting
 
     open_root(url)
+    of_weights = {"--prefix": prefix, "--rename": rename or None, "--dtype": dtype}
+    of_weights["--max-shard-size"] = max_shard_size
     if to not in ("safetensors", "dcp"):
         raise CkptUserError(f"--to {to}: there are safetensors and dcp")
     if to == "dcp":
-        from surefoot.ckpt.tools.dcp.exporting import export_dcp
-
-        with local("write to", dest), tables.progress_bar("exporting") as progress:
-            m = export_dcp(url, step, dest, progress=progress)
-        done = {"step": m.step, "generation": m.generation, "tensors": len(m.tensors), "nbytes": m.nbytes}
-        words = f"step {m.step} of generation {m.generation} is a DCP folder in {dest}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
-        _answer(done, lambda _: tables.say(words), json=json)
+        refuse_options("export --to dcp", "it writes everything there is, as it is", of_weights)
+        _export_dcp(url, step, generation, dest, json=json)
         return
+    options: dict[str, Any] = {"prefix": exporting.PREFIX if prefix is None else prefix, "dtype": dtype}
+    options["rename"] = [rename_rule(r) for r in rename or ()]
+    if max_shard_size is not None:
+        options["shard_nbytes"] = size_of(max_shard_size)
     with local("write to", dest), tables.progress_bar("exporting") as progress:
-        plan = exporting.export(
-            url,
-            step,
-            dest,
-            prefix=prefix,
-            rename=[rename_rule(r) for r in rename or ()],
-            dtype=dtype,
-            shard_nbytes=size_of(max_shard_size),
-            progress=progress,
-        )
+        plan = exporting.export(url, step, dest, generation=generation, progress=progress, **options)
     _answer(plan, lambda plan: tables.print_export(plan, dest), json=json)
+
+
+def _export_dcp(url: str, step: int | None, generation: int | None, dest: str, *, json: bool) -> None:
+    from surefoot.ckpt.tools.dcp.exporting import export_dcp
+
+    with local("write to", dest), tables.progress_bar("exporting") as progress:
+        m = export_dcp(url, step, dest, generation=generation, progress=progress)
+    done = {"step": m.step, "generation": m.generation, "tensors": len(m.tensors), "nbytes": m.nbytes}
+    words = f"step {m.step} of generation {m.generation} is a DCP folder in {dest}: {len(m.tensors)} tensors, {tables.human(m.nbytes)}"
+    _answer(done, lambda _: tables.say(words), json=json)
 
 
 @app.command("import")
@@ -248,7 +272,13 @@ def import_command(
             show_default=False,
         ),
     ] = None,
-    prefix: Annotated[str, typer.Option(help="Put before safetensors names.")] = "model.",
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="Put before safetensors names. Default: 'model.'. Of a DCP folder all names stay: it is refused there.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Commit weights or a whole state from elsewhere as a checkpoint. Pickles are not run: see docs/checkpoint.md. Exit code 1 if
@@ -276,12 +306,13 @@ def import_command(
         raise typer.Exit(ExitCode.UNEXPECTED)
 
 
-def _open_foreign(source: str, prefix: str) -> Foreign:
+def _open_foreign(source: str, prefix: str | None) -> Foreign:
     from surefoot.ckpt.tools import importing
 
     if importing.detect(source) == "dcp":
         from surefoot.ckpt.tools.dcp.importing import open_dcp
 
+        refuse_options("import of a DCP folder", "its names say where they belong", {"--prefix": prefix})
         complain(
             NAME,
             f"note: {source} is a DCP folder, whose metadata is a pickle: it is read with an unpickler that admits DCP's own classes only",
@@ -289,7 +320,7 @@ def _open_foreign(source: str, prefix: str) -> Foreign:
         return open_dcp(source)
     from surefoot.ckpt.tools.stfiles import open_safetensors
 
-    return open_safetensors(source, prefix=prefix)
+    return open_safetensors(source) if prefix is None else open_safetensors(source, prefix=prefix)
 
 
 # ---------------------------------------------------------------- tidying

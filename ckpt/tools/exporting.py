@@ -38,6 +38,8 @@ from surefoot.ckpt.tools.tiemeta import about_export
 from surefoot.ckpt.tools.words import local_folder
 
 INDEX = "model.safetensors.index.json"
+PREFIX = "model."
+"""Where training scripts keep the model."""
 SHARD_NBYTES = 5 * 10**9
 """Hugging Face's own limit for a file."""
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -91,7 +93,7 @@ class ExportPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_export(
     manifest: Manifest,
     *,
-    prefix: str = "model.",
+    prefix: str = PREFIX,
     rename: Sequence[tuple[str, str]] = (),
     dtype: str | None = None,
     shard_nbytes: int = SHARD_NBYTES,
@@ -201,7 +203,8 @@ def export(
     step: int | None,
     dest: str | os.PathLike[str],
     *,
-    prefix: str = "model.",
+    generation: int | None = None,
+    prefix: str = PREFIX,
     rename: Sequence[tuple[str, str]] = (),
     dtype: str | None = None,
     shard_nbytes: int = SHARD_NBYTES,
@@ -211,11 +214,14 @@ def export(
 
     Every block is verified as it is read. Returns what was written. See `plan_export` for the options.
 
+    Args:
+        generation: look among what this one committed, on the lineage or not.
+
     Raises: StepMissingError, CkptUserError (see `plan_export`; `dest` holds an export already), DamagedError, OSError,
         ObjectStore…Error.
     """
     store = open_store(root)
-    manifest, _ = find(store, step)
+    manifest, _ = find(store, step, generation)
     plan = plan_export(manifest, prefix=prefix, rename=rename, dtype=dtype, shard_nbytes=shard_nbytes)
     write_export(BoxReader(store, manifest), plan, local_folder(dest), progress)
     return plan

@@ -12,6 +12,7 @@ import msgspec
 
 from surefoot.ckpt.errors import CkptError, CkptUserError, StepMissingError
 from surefoot.ckpt.format.flags import flags_among
+from surefoot.ckpt.loading.aside import RESUME_TRIES, aside_among, choose, resumes_among
 from surefoot.ckpt.loading.restore import read_manifest
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs
 from surefoot.ckpt.planning.plan import ITEMSIZES
@@ -26,6 +27,8 @@ from surefoot.ckpt.record import (
 )
 from surefoot.ckpt.store import ObjectStore, Root, open_store
 
+GENERATION_OPTION = "--generation"
+
 
 class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     """One manifest, as `ckpt ls` lists it. `problem` stands instead of the rest where it cannot be read."""
@@ -35,9 +38,14 @@ class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
     counts: bool
     """It is on the lineage."""
     newest: bool = False
-    """A load without a step takes it (unless it was set aside)."""
+    """Of those that count."""
+    loads: bool = False
+    """A load without a step tries it first: the newest, unless that was set aside, or too many starts have died after it. (That many
+    are `RESUME_TRIES`; a `Checkpointer` may have another number.)"""
     flags: tuple[str, ...] = ()
     """``verified``: every byte was compared; ``kept``: exempt from retention; ``aside``: found damaged, passed over."""
+    resumes: int = 0
+    """Starts that resumed from it and have neither committed nor ended in peace: they died, or are running."""
     age_s: float | None = None
     """Since the commit; None where the manifest does not say."""
     attempt: str = ""
@@ -87,16 +95,22 @@ def list_checkpoints(store: ObjectStore) -> list[CheckpointRow]:
     records = read_records(store)
     keys = [o.key for o in store.list("gen-")]
     refs, flags = manifest_refs(keys), flags_among(keys)
-    line = lineage(records, refs)
+    line, resumes = lineage(records, refs), resumes_among(keys)
+    aside = dict.fromkeys(aside_among(keys), "")
+    first = choose(line, aside, resumes, tries=RESUME_TRIES).candidates[:1]
     now = time.time()
     rows: list[CheckpointRow] = []
     for ref in refs:
-        row = _row(store, ref, records, now)
-        mine = flags.get((ref.generation, ref.step), frozenset())
-        newest = bool(line) and ref == line[-1]
-        rows.append(
-            msgspec.structs.replace(row, counts=ref in line, newest=newest, flags=tuple(sorted(mine)))
+        at = ref.generation, ref.step
+        row = msgspec.structs.replace(
+            _row(store, ref, records, now),
+            counts=ref in line,
+            newest=ref in line[-1:],
+            loads=ref in first,
+            flags=tuple(sorted(flags.get(at, ()))),
+            resumes=resumes.get(at, 0),
         )
+        rows.append(row)
     return rows
 
 
@@ -144,16 +158,26 @@ def require_begun(store: ObjectStore) -> None:
     )
 
 
-def find(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[Manifest, bool]:
-    """The manifest of `step` (None: the newest) and whether it counts. `generation` finds those off the lineage as well.
+def find(
+    store: ObjectStore, step: int | None, generation: int | None = None, *, option: str = GENERATION_OPTION
+) -> tuple[Manifest, bool]:
+    """The manifest that is meant, and whether it counts. All tools, and the calls of `surefoot.ckpt` that read one checkpoint
+    without a process group, mean the same by these two.
+
+    Args:
+        step: None: the newest.
+        generation: None: among those on the lineage. A number: among what this generation committed, whether it counts or not.
+        option: what the caller calls `generation` on the command line, for the message.
 
     Raises: StepMissingError, and as `read_manifest`.
     """
-    ref, counts = find_ref(store, step, generation)
+    ref, counts = find_ref(store, step, generation, option=option)
     return read_manifest(store, ref.generation, ref.step), counts
 
 
-def find_ref(store: ObjectStore, step: int | None, generation: int | None = None) -> tuple[ManifestRef, bool]:
+def find_ref(
+    store: ObjectStore, step: int | None, generation: int | None = None, *, option: str = GENERATION_OPTION
+) -> tuple[ManifestRef, bool]:
     """As `find`, without reading the manifest."""
     refs = list_manifests(store)
     records = read_records(store)
@@ -168,7 +192,7 @@ def find_ref(store: ObjectStore, step: int | None, generation: int | None = None
         among = (
             lineage(records, refs) if generation is None else [m for m in refs if m.generation == generation]
         )
-        raise StepMissingError(_nothing_there(store, among, refs, step, generation))
+        raise StepMissingError(_nothing_there(store, among, refs, step, generation, option))
     ref = found[-1]
     return ref, on_lineage(records, max(records, default=0), ref.generation, ref.step)
 
@@ -179,13 +203,19 @@ def _nothing_there(
     refs: list[ManifestRef],
     step: int | None,
     generation: int | None,
+    option: str,
 ) -> str:
     """`among`: where it was looked for; `refs`: all there are."""
     what = "no checkpoint" if step is None else f"no step {step}"
     where = "on the lineage" if generation is None else f"of generation {generation}"
-    off = [m for m in refs if m.step == step]
+    off = [m.generation for m in refs if m.step == step]
     if generation is None and off:
-        hint = f"generation {off[-1].generation} has it off the lineage (--generation {off[-1].generation})"
+        those = f"generation {off[0]}" if len(off) == 1 else f"generations {', '.join(map(str, off))}"
+        hint = (
+            f"off it there is one of {those}: {option} {off[-1]} takes it (in Python: generation={off[-1]})"
+        )
+    elif generation is None and refs and not among:
+        hint = "all that there are lie off it (`surefoot ckpt ls`)"
     else:
         held = ", ".join(str(m.step) for m in among[-8:]) or "none"
         hint = f"the newest there are: {held} (`surefoot ckpt ls`)"

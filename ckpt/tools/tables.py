@@ -102,10 +102,8 @@ def print_rows(rows: Sequence[CheckpointRow]) -> None:
             head, justify="right" if head in ("step", "age", "size", "tensors", "ranks") else "left"
         )
     for r in rows:
-        where = "newest" if r.newest else "" if r.counts else "off the lineage"
-        mark = ", ".join(w for w in (where, *(_FLAG_WORDS[f] for f in r.flags)) if w)
+        mark = ", ".join(_marks(r))
         if r.problem:
-            mark = ", ".join(w for w in (mark, "unreadable") if w)
             table.add_row(str(r.step), str(r.generation), mark, "", "", "", "", r.reason)
             continue
         size, tensors, ranks = human(r.nbytes), str(r.tensors), str(r.world_size)
@@ -115,11 +113,36 @@ def print_rows(rows: Sequence[CheckpointRow]) -> None:
     for r in rows:
         if r.problem:
             say(f"step {r.step} of generation {r.generation} cannot be read: {r.problem}")
+    for r in rows:
+        if r.newest and r.resumes and not r.loads and "aside" not in r.flags:
+            say(_resumed(r))
     if rows and (why := rows[-1].facts.get("interval")):
         say(f"saving: {why}")
 
 
 _FLAG_WORDS = {"verified": "verified", "kept": "kept", "aside": "set aside: damaged"}
+
+
+def _marks(r: CheckpointRow) -> Iterator[str]:
+    """What there is to say of a checkpoint in its row. That loads take the newest goes without saying."""
+    if r.newest or not r.counts:
+        yield "newest" if r.newest else "off the lineage"
+    if r.loads and not r.newest:
+        yield "loads take it"
+    yield from (_FLAG_WORDS[f] for f in r.flags)
+    if r.resumes:
+        yield counted(r.resumes, "resume")
+    if r.problem:
+        yield "unreadable"
+
+
+def _resumed(r: CheckpointRow) -> str:
+    from surefoot.ckpt.loading.aside import ways_out
+
+    return (
+        f"step {r.step} of generation {r.generation}: {counted(r.resumes, 'start')} resumed from it and did not get to a next commit, so "
+        f"loads take the one before it; {ways_out(r.step)}"
+    )
 
 
 def print_shown(shown: Shown) -> None:
@@ -164,11 +187,17 @@ def print_reshard(plan: ReshardPlan) -> None:
         f"step {plan.step} of generation {plan.generation}, saved by {counted(plan.saved_by, 'rank')}, read by {plan.world_size} "
         f"(each tensor cut along its first dimension, as FSDP does); {human(plan.unique_nbytes)} in all"
     )
+    say(
+        "whole blocks are read, once for the job: where several ranks need the same, one reads it and the others have it from that one (from "
+        "files, where they share a machine, each reads for itself)"
+    )
     table = Table(box=None)
-    for head in ("rank", "holds", "reads", "from objects"):
+    for head in ("rank", "holds", "needs", "from objects"):
         table.add_column(head, justify="right")
     for r in plan.ranks:
         table.add_row(str(r.rank), human(r.held_nbytes), human(r.read_nbytes), str(r.objects))
+    held = sum(r.held_nbytes for r in plan.ranks)
+    table.add_row("job", human(held), human(plan.read_nbytes), str(plan.objects))
     say(table)
 
 

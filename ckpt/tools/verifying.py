@@ -71,19 +71,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return sum(d.nbytes for d in self.damage)
 
 
-def verify(root: Root, step: int | None = None) -> Report:
+def verify(root: Root, step: int | None = None, *, generation: int | None = None) -> Report:
     """Read a whole step (None: the newest) and compare every byte with its checksum. What was found is noted beside its manifest,
     where this process may write: a sound one as verified, a damaged one is set aside, as by a load that meets it.
 
+    Args:
+        generation: look among what this one committed, on the lineage or not.
+
     Raises StepMissingError where there is no such step, ObjectStore…Error where the object store cannot be asked.
     """
-    return verify_step(open_store(root), step)
+    return verify_step(open_store(root), step, generation)
 
 
 def verify_step(
     store: ObjectStore, step: int | None, generation: int | None = None, *, progress: Progress | None = None
 ) -> Report:
-    """As `verify`; `generation` finds checkpoints off the lineage as well."""
+    """As `verify`."""
     ref, _ = find_ref(store, step, generation)
     report = Report(step=ref.step, generation=ref.generation, root=store.root)
     try:

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -74,6 +74,15 @@ def which_step(word: int | None, option: int | None) -> int | None:
     if word is not None and option is not None and word != option:
         raise CkptUserError(f"which step, {word} or {option}? Give one")
     return option if word is None else word
+
+
+def refuse_options(what: str, why: str, given: Mapping[str, object]) -> None:
+    """Of options that mean nothing in this mode. `given`: name to value; None: it was not given.
+
+    Raises CkptUserError naming those that were: what is ignored in silence is taken for done.
+    """
+    if named := [name for name, value in given.items() if value is not None]:
+        raise CkptUserError(f"{what} takes no {', '.join(named)}: {why}")
 
 
 def rename_rule(text: str) -> tuple[str, str]:

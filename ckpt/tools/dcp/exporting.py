@@ -31,16 +31,22 @@ from surefoot.ckpt.tools.words import local_folder
 
 
 def export_dcp(
-    root: Root, step: int | None, dest: str | os.PathLike[str], *, progress: Progress | None = None
+    root: Root,
+    step: int | None,
+    dest: str | os.PathLike[str],
+    *,
+    generation: int | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
-    """Write a committed step (None: the newest) as a DCP folder, by torch's own writer, which makes pickles of its own.
+    """Write a committed step (None: the newest; `generation` as in `inspect.find`) as a DCP folder, by torch's own writer, which makes
+    pickles of its own.
 
     Tensors are read when their turn comes; memory is the largest one.
 
     Raises: StepMissingError, CkptUserError (`dest` holds something), DamagedError, ObjectStore…Error.
     """
     store = open_store(root)
-    manifest, _ = find(store, step)
+    manifest, _ = find(store, step, generation)
     folder = local_folder(dest)
     require_empty(folder, (METADATA, "*.distcp"))
     planner = _StreamingPlanner(BoxReader(store, manifest), progress)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import numpy as np
 import pytest
 from ckpt_images import arrays, make_images
 
+from surefoot import ckpt
 from surefoot.ckpt import tiers
 from surefoot.ckpt.format.flags import flags_among
+from surefoot.ckpt.loading.aside import note_resume
 from surefoot.ckpt.record import Record, StartRef, create_record, list_manifests
 from surefoot.ckpt.store import ObjectStoreDeniedError, open_store
 from surefoot.ckpt.tools.tables import ago, human
@@ -109,6 +114,7 @@ def test_verify(run: Any, root: str, byte: int) -> None:
         (["gc", "{root}", "--keep", "1"], ExitCode.USAGE, "keep"),
         (["keep", "{root}", "7"], ExitCode.USAGE, "no step 7"),
         (["gc", "{root}", "--abandoned", "0.5"], ExitCode.USAGE, "abandoned"),
+        (["gc", "{root}", "--keep", "2", "--keep-hours", "-1"], ExitCode.USAGE, "hours"),
         (["export", "{root}", "/proc/none/out"], ExitCode.USAGE, "cannot write to /proc/none/out"),
         (["export", "{root}", "/proc/none/out", "--to", "dcp"], ExitCode.USAGE, "name another folder"),
         (["nonsense"], ExitCode.USAGE, "nonsense"),
@@ -209,7 +215,18 @@ def test_what_other_ranks_would_read(run: Any, root: str) -> None:
     assert all(r["read_nbytes"] >= r["held_nbytes"] for r in plan["ranks"])
     out = run("show", root, "--reshard", "11")[1]
     assert "saved by 2 ranks, read by 11" in out
-    assert len({len(line) for line in out.splitlines()[1:]}) == 1, "columns are aligned"
+    assert len({len(line) for line in out.splitlines()[2:]}) == 1, "columns are aligned"
+
+
+def test_what_the_job_reads_is_each_block_once(run: Any, root: str) -> None:
+    """Every rank needs the one block of each object, and it leaves the store once."""
+    whole = sum(a.nbytes for a in arrays().values())
+    plan = msgspec.json.decode(run("show", root, "--reshard", "4", "--json")[1])
+    assert sum(r["read_nbytes"] for r in plan["ranks"]) > whole
+    assert (plan["read_nbytes"], plan["unique_nbytes"], plan["objects"]) == (whole, whole, 2)
+    lines = run("show", root, "--reshard", "4")[1].splitlines()
+    assert lines[-1].split()[0] == "job"
+    assert lines[-1].split()[3:] == [str(whole), "B", "2"]
 
 
 def test_a_sound_one_is_noted_and_listed(run: Any, root: str) -> None:
@@ -336,6 +353,104 @@ def test_steps_off_the_lineage_are_not_said_to_be_on_it(run: Any, root: str) -> 
     assert "has no step 1 of generation 1; the newest there are: 20, 40 (" in err
 
 
+OF_STEP_40 = (
+    ["show", "{root}", "40"],
+    ["show", "{root}", "40", "--tensor", "model.w"],
+    ["show", "{root}", "40", "--reshard", "2"],
+    ["verify", "{root}", "40"],
+    ["diff", "{root}", "40", "20"],
+    ["diff", "{root}", "20", "40"],
+    ["keep", "{root}", "40"],
+    ["export", "{root}", "{out}", "--step", "40"],
+    ["export", "{root}", "{out}", "--step", "40", "--to", "dcp"],
+)
+
+
+@pytest.mark.parametrize("words", OF_STEP_40, ids=" ".join)
+def test_the_option_that_is_named_for_a_step_off_the_lineage_is_there(
+    run: Any, root: str, tmp_path: Path, words: list[str]
+) -> None:
+    words = [w.format(root=root, out=tmp_path / "out") for w in words]
+    code, _, err = run(*words)
+    assert code == ExitCode.USAGE
+    said = re.search(
+        r"has no step 40 on the lineage; .* one of generation 1: (--generation\S*) 1 takes it", err
+    )
+    assert said is not None
+    assert run(*words, said[1], "1")[0] == 0
+    assert run(*words, said[1], "2")[0] == ExitCode.USAGE
+
+
+def test_calls_take_a_generation_as_commands_do(root: str, tmp_path: Path) -> None:
+    calls: list[Callable[..., Any]] = [
+        lambda **g: ckpt.verify(root, 40, **g),
+        lambda **g: ckpt.export(root, 40, tmp_path / "out", **g),
+    ]
+    for call in calls:
+        with pytest.raises(ckpt.StepMissingError, match="in Python: generation=1"):
+            call()
+        assert call(generation=1).generation == 1
+
+
+def test_where_all_are_off_the_lineage_that_is_said(run: Any, root: str) -> None:
+    store = open_store(root)
+    create_record(store, Record(generation=3, start=StartRef(), reason="start_over", created_by="t"))
+    assert "no checkpoint on the lineage; all that there are lie off it" in run("show", root)[2]
+
+
+def test_what_starts_have_died_of_is_listed_with_the_ways_out(run: Any, root: str) -> None:
+    """Step 60 is the newest. One start that may be running yet changes nothing; after three a load takes step 20, and `ls` says so."""
+    store = open_store(root)
+    images = make_images(arrays(), 2, step=60, generation=2)
+    tiers.upload_images(store, images, generation=2, step=60, attempt="a1", writer=0, deadline_s=10)
+    tiers.commit(store, generation=2, step=60, attempt="a1", writers=1, deadline_s=5, facts={})
+    ref = list_manifests(store)[-1]
+    note_resume(store, ref)
+    assert "newest, 1 resume " in run("ls", root)[1]
+    assert "resumed from it" not in run("ls", root)[1]
+    note_resume(store, ref)
+    note_resume(store, ref)
+    out = run("ls", root)[1]
+    assert "newest, 3 resumes" in out
+    assert "loads take it" in next(line for line in out.splitlines() if line.split()[0] == "20")
+    assert "3 starts resumed from it" in out.splitlines()[-1]
+    assert "`load(state, 60)`" in out.splitlines()[-1]
+    assert "`resume_tries=None`" in out.splitlines()[-1]
+    rows = msgspec.json.decode(run("ls", root, "--json")[1])
+    assert [(r["step"], r["resumes"], r["newest"], r["loads"]) for r in rows] == [
+        (20, 0, False, True),
+        (40, 0, False, False),
+        (60, 3, True, False),
+    ]
+
+
+OF_WEIGHTS = (
+    ["--prefix", "model."],
+    ["--prefix", ""],
+    ["--rename", "a=b"],
+    ["--dtype", "float7"],
+    ["--max-shard-size", "5GB"],
+)
+
+
+@pytest.mark.parametrize("option", OF_WEIGHTS, ids=" ".join)
+def test_what_an_export_to_dcp_has_no_use_for_is_refused(
+    run: Any, root: str, tmp_path: Path, option: list[str]
+) -> None:
+    code, _, err = run("export", root, str(tmp_path / "out"), "--to", "dcp", *option)
+    assert code == ExitCode.USAGE
+    assert f"export --to dcp takes no {option[0]}: it writes everything" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_import_from_dcp_takes_no_prefix(run: Any, root: str, tmp_path: Path) -> None:
+    assert run("export", root, str(tmp_path / "out"), "--to", "dcp")[0] == 0
+    code, _, err = run("import", str(tmp_path / "out"), str(tmp_path / "to"), "--prefix", "m.")
+    assert code == ExitCode.USAGE
+    assert "takes no --prefix" in err
+    assert not (tmp_path / "to").exists()
+
+
 def test_verify_of_a_broken_manifest_does_not_send_one_to_verify(run: Any, root: str) -> None:
     path = Path(root.removeprefix("file://")) / "gen-0001/step-0000000020/manifest.json"
     path.write_bytes(path.read_bytes()[:-9])
@@ -363,6 +478,50 @@ def test_a_pickle_is_known_by_its_first_bytes_and_not_opened(
     assert code == ExitCode.USAGE
     assert f"{path} is {said}" in err
     assert "it is not opened" in err
+
+
+def test_of_a_pickle_the_way_that_keeps_the_optimizer_is_named(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "old.pt").write_bytes(b"PK\x03\x04rest")
+    err = run("import", str(tmp_path / "old.pt"), str(tmp_path / "to"))[2]
+    for word in ("weights_only=True", "load_state_dict", "ckpt.save", "optimizer"):
+        assert word in err
+
+
+NO_SOURCE = {
+    "text": b"this is no safetensors file at all",
+    "short": b"abc",
+    "empty": b"",
+    "json": b'{"w": 1}',
+}
+
+
+@pytest.mark.parametrize("kind", NO_SOURCE)
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_what_is_no_source_ends_with_2_and_what_is_damaged_with_1(
+    run: Any, root: str, tmp_path: Path, kind: str, named: str
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    path.write_bytes(NO_SOURCE[kind])
+    code, _, err = run("import", str(path if named == "file" else folder), str(tmp_path / "to"))
+    assert code == ExitCode.USAGE
+    assert f"{path} is {'an empty file' if kind == 'empty' else 'no safetensors file'}: name a" in err
+    path.unlink()
+    assert run("export", root, str(folder))[0] == 0
+    path.write_bytes(path.read_bytes()[:-1])
+    assert (
+        run("import", str(path if named == "file" else folder), str(tmp_path / "to"))[0]
+        == ExitCode.UNEXPECTED
+    )
+
+
+def test_a_folder_with_other_metadata_is_no_source(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps({"no": "metadata"}))
+    code, _, err = run("import", str(tmp_path / "in"), str(tmp_path / "to"))
+    assert code == ExitCode.USAGE
+    assert "is no DCP folder" in err
 
 
 def test_a_root_of_ours_is_not_imported(run: Any, root: str, tmp_path: Path) -> None:
