@@ -5,12 +5,16 @@ groups cannot disturb it, and it works the same beside NCCL.
 
 The word of a step is `WORD` int64 values per rank, gathered by one all-gather. From it every rank computes the same
 global loss (summed in rank order, in float64), the same newest step replicated everywhere, and reads rank 0's attempt.
+
+Ranks that differ in the tensor parallel axis alone compute one and the same loss together, so it counts once; along every
+other axis of the mesh what ranks report are parts of the whole (of the data, or of the model's stages).
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +27,8 @@ WORD = 7
 GatherWords = Callable[[Sequence[int]], list[list[int]]]
 """All-gather of WORD int64 values per rank; (ranks, WORD)."""
 GatherBytes = Callable[[bytes], list[bytes]]
+AXES_OF_ONE_LOSS = frozenset({"tp"})
+"""Along these all ranks report the same loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +87,13 @@ class StepVerdict:
     stop: bool
 
 
-def judge(words: Sequence[StepWord], *, generation: int, step: int, denominator: int) -> StepVerdict:
+def judge(
+    words: Sequence[StepWord], *, mesh: Mapping[str, int], generation: int, step: int, denominator: int
+) -> StepVerdict:
     """Fold the words of all ranks, in rank order.
 
     Args:
+        mesh: axis to size, outermost first: of whose losses there is only one, of which the first reported counts.
         denominator: by what the summed loss is divided, the same on all ranks; at least 1.
 
     Raises:
@@ -96,9 +105,10 @@ def judge(words: Sequence[StepWord], *, generation: int, step: int, denominator:
                 f"rank {rank} ended step {word.step} of generation {word.generation}, "
                 f"this rank step {step} of generation {generation}: do all ranks run the same loop?"
             )
-    total = 0.0
-    for word in words:
-        if word.reports:
+    total, counted = 0.0, set[tuple[int, ...]]()
+    for word, part in zip(words, loss_parts(mesh), strict=True):
+        if word.reports and part not in counted:
+            counted.add(part)
             total += word.loss_sum
     attempt = words[0].attempt
     return StepVerdict(
@@ -107,6 +117,12 @@ def judge(words: Sequence[StepWord], *, generation: int, step: int, denominator:
         attempt=attempt_name(attempt) if attempt else None,
         stop=any(word.stop for word in words),
     )
+
+
+def loss_parts(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """For each rank which part of the global loss it reports: its coordinates, but for `AXES_OF_ONE_LOSS`."""
+    ranges = [[0] * size if axis in AXES_OF_ONE_LOSS else range(size) for axis, size in mesh.items()]
+    return list(itertools.product(*ranges))
 
 
 def attempt_name(nonce: int) -> str:

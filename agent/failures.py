@@ -5,7 +5,6 @@
     SessionError
     ├── MisuseError              the training code or the spec is wrong; the message says where and what to write instead
     │   ├── EntryPointError          `module:function` names nothing
-    │   ├── LayoutUnsupportedError   a mesh this version cannot run
     │   ├── BatchCountError          not exactly one next(data) in a step
     │   └── DataEndedError           a step was begun after the data had ended
     ├── RankWorldError           the world failed: the next generation may do better
@@ -45,10 +44,6 @@ class MisuseError(SessionError):
 
 class EntryPointError(MisuseError):
     """A ``module:function`` of the spec does not name a function."""
-
-
-class LayoutUnsupportedError(MisuseError):
-    """The plan's mesh has an axis that this version does not run."""
 
 
 class BatchCountError(MisuseError):

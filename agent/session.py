@@ -111,7 +111,8 @@ class Run:
         self.device = device
         """Where this rank computes."""
         self.mesh = mesh
-        """The plan's mesh, with all its axes; `run.mesh["dp"]` is what `fully_shard` takes."""
+        """The plan's mesh, with all its axes (pp, dp, tp), those of size 1 too: `run.mesh["dp"]` is what `fully_shard` takes,
+        `run.mesh["tp"]` what `parallelize_module` takes."""
         self.dp_rank: int = mesh.get_local_rank("dp")
         self.dp_size: int = mesh["dp"].size()
         self.seed = spec.job.seed
@@ -131,6 +132,8 @@ class Run:
 
     def data(self, split: str = "train") -> StepData:
         """The job's data at this rank's place: an iterator for `steps`, one `next` per step.
+
+        They are dealt over dp alone: ranks that differ in another axis only get the same batches.
 
         Raises:
             MisuseError: another split than "train"; they come later.
@@ -203,18 +206,21 @@ class Run:
         """Add a local sum of token losses to the step's loss; call it once per microbatch.
 
         The global loss of the step is the sum of all ranks' reports, in rank order and float64, divided by
-        `batch.global_valid_tokens`. Does not wait for the device.
+        `batch.global_valid_tokens`; of ranks that differ in tp alone it is the first one's, since they report the same. A
+        rank that has no loss (a pipeline stage before the last) reports nothing. Does not wait for the device.
         """
         value = torch.as_tensor(loss).detach().to(torch.float64)
         self._reports.append(value)
         self._tracer.note("reported")
 
     def clip_grad_norm_(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        """Scale the model's gradients so that their total norm, over all shards on all ranks, is at most `max_norm`.
+        """Scale the model's gradients so that their total norm, over all shards on all ranks and all pipeline stages, is at
+        most `max_norm`. `model`: what of it this rank holds.
 
         Returns the norm before. Collective; see `clip.clip_grad_norm_`.
         """
-        return clip.clip_grad_norm_(model.parameters(), max_norm)
+        stages = self.mesh.get_group("pp") if self.mesh["pp"].size() > 1 else None
+        return clip.clip_grad_norm_(model.parameters(), max_norm, stages=stages, device=self.device)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -371,7 +377,6 @@ def _join(env: RankEnv, link: AgentLink, tracer: Tracer) -> Run:
     plan = link.start_msg.plan
     link.send(PhaseMsg(phase="start", step=plan.start.step))
     spec = load_spec(env.job)
-    require_layout(plan.mesh)
     if torch.cuda.is_available():
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
@@ -379,7 +384,7 @@ def _join(env: RankEnv, link: AgentLink, tracer: Tracer) -> Run:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    mesh = init_device_mesh(device.type, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh.keys()))
+    mesh = init_device_mesh(device.type, tuple(plan.axes.values()), mesh_dim_names=tuple(plan.axes))
     group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return Run(
@@ -393,21 +398,6 @@ def _join(env: RankEnv, link: AgentLink, tracer: Tracer) -> Run:
         group=group,
         limits=Limits(),
     )
-
-
-def require_layout(mesh: Mapping[str, int]) -> None:
-    """Refuse a mesh that this version does not run.
-
-    Raises:
-        LayoutUnsupportedError: an axis other than dp is larger than 1, or there is no dp.
-    """
-    others = [f"{axis} = {size}" for axis, size in mesh.items() if axis != "dp" and size != 1]
-    if others:
-        raise failures.LayoutUnsupportedError(
-            f"layout.mesh: {', '.join(others)} comes later; this version trains with dp alone"
-        )
-    if "dp" not in mesh:
-        raise failures.LayoutUnsupportedError("layout.mesh: there is no axis dp, over which data is divided")
 
 
 def _print_failure(error: BaseException, message: FailedMsg) -> None:

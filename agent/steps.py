@@ -253,7 +253,9 @@ class StepLoop:
         failpoint("step.before_exchange")
         words = [unpack_word(values) for values in self.gather_words(word.pack())]
         failpoint("step.after_exchange")
-        return judge(words, generation=generation, step=step, denominator=denominator)
+        return judge(
+            words, mesh=self.facts.plan.axes, generation=generation, step=step, denominator=denominator
+        )
 
     def _safe_from_the_start(self) -> int:
         """The starting point counts as replicated: all ranks have just restored it, from slots or the object store."""

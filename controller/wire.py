@@ -15,6 +15,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from surefoot.controller.spec.tables import AXES
+
 FORMAT = 1
 
 Phase = Literal["start", "restore", "compile", "data", "step", "save", "eval", "done"]
@@ -81,7 +83,7 @@ class Plan(_Value, frozen=True, kw_only=True):
     members: tuple[Member, ...]
     world_size: int
     mesh: dict[str, int]
-    """Axis name to size, outermost first: {"pp": 1, "dp": 4, "tp": 1}."""
+    """Axis name to size: {"pp": 1, "dp": 4, "tp": 1}. Its order is nothing: on the wire mappings are sorted (`axes`)."""
     start: StartingPoint
     sources: tuple[SnapshotSource, ...] = ()
     peers: dict[str, str] = {}
@@ -99,6 +101,11 @@ class Plan(_Value, frozen=True, kw_only=True):
 
     def member(self, uid: str) -> Member | None:
         return next((m for m in self.members if m.uid == uid), None)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh, outermost axis first: the order in which ranks are numbered."""
+        return dict(sorted(self.mesh.items(), key=lambda item: AXES.index(item[0])))
 
 
 class PlanPointer(_Value, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from surefoot.controller.spec.checking import Check, RawTable, Wrong, nearest
 from surefoot.controller.spec.problems import Problem, SpecError
 from surefoot.controller.spec.tables import (
     AXES,
+    AXES_LATER,
     CAUSES,
     DETECTORS,
     LEASE_TTL_S_MIN,
@@ -190,7 +191,9 @@ def _layout(table: RawTable) -> LayoutTable:
 def _mesh(table: RawTable) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for axis in table.values:
-        if axis not in AXES:
+        if axis in AXES_LATER:
+            table.problem(axis, f"comes later; for now a mesh has {', '.join(AXES)}")
+        elif axis not in AXES:
             table.problem(axis, f"unknown axis; there are {', '.join(AXES)}", nearest(axis, AXES))
         elif table.values[axis] == -1:
             sizes[axis] = -1

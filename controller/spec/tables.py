@@ -143,6 +143,9 @@ TABLES: Final = tuple(f.name for f in dataclasses.fields(JobSpec))
 AXES: Final = ("pp", "dp", "tp")
 """Outermost first: pipeline stages talk least, tensor parallel ranks most and so lie next to each other on a node."""
 
+AXES_LATER: Final = ("cp", "ep")
+"""Known by name, and refused: context and expert parallelism."""
+
 CAUSES: Final[Mapping[str, int]] = {"workload": 3, "infrastructure": 20, "preemption": 100}
 """Whose budgets can be set, with their defaults (design: the JobSpec)."""
 

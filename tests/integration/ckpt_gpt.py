@@ -5,12 +5,12 @@ Each act builds the model anew, from another seed than the one that was saved, s
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpt_jobs import digests, shard
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -18,9 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot import ckpt
@@ -39,23 +36,7 @@ def ddp(model: GPT) -> nn.Module:
 
 
 def fsdp_and_tp(model: GPT) -> nn.Module:
-    """2 x 2. Heads of one matrix stand beside each other (qkv), so column shards are gathered before they are taken apart."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = {"output_layouts": Replicate()}
-    block = {
-        "qkv": ColwiseParallel(**whole),
-        "out": RowwiseParallel(input_layouts=Replicate()),
-        "up": ColwiseParallel(**whole),
-        "down": RowwiseParallel(input_layouts=Replicate()),
-    }
-    plan: dict[str, Any] = {f"blocks.{i}.{n}": p for i in range(CONFIG.layers) for n, p in block.items()}
-    plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
-    plan["head"] = ColwiseParallel(**whole)
-    parallelize_module(model, mesh["tp"], plan)
-    for b in model.blocks:
-        fully_shard(b, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return model
+    return shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
 LAYOUTS = {"ddp": ddp, "fsdp2 x tp": fsdp_and_tp}
@@ -92,17 +73,6 @@ def logits(model: nn.Module) -> torch.Tensor:
     b = batch(99)
     with torch.no_grad():
         return model(b["tokens"], b["document_ids"], b["position_ids"])
-
-
-def digests(state: dict[str, Any]) -> dict[str, str]:
-    """A hash of every whole parameter and of its moments, by plain names."""
-    found: dict[str, str] = {}
-    for name, p in state["model"].named_parameters():
-        for key, t in {"": p, **state["optim"].state[p]}.items():
-            whole = t.full_tensor() if isinstance(t, DTensor) else t
-            raw = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            found[f"{name.removeprefix('module.')} {key}"] = hashlib.sha256(raw).hexdigest()
-    return found
 
 
 def train_and_save(root: str, layout: str) -> dict[str, Any]:

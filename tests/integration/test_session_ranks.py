@@ -16,6 +16,7 @@ from tests.integration.fakeagent import FakeAgent, Launcher, write_job, write_te
 from surefoot.agent.exits import AGENT_LOST_CODE
 from surefoot.ckpt.record import list_manifests
 from surefoot.ckpt.store import open_store
+from surefoot.ckpt.tiers import committed_rows
 from surefoot.controller.wire import (
     DoneMsg,
     FailedMsg,
@@ -248,6 +249,43 @@ def test_ranks_with_different_starting_points_do_not_train(make: Make) -> None:
     assert not agent.messages(StepMsg, generation=2)
 
 
+# ---------------------------------------------------------------- meshes
+
+
+def numbers(agent: FakeAgent, generation: int) -> list[float]:
+    """The losses of a generation, then its norms."""
+    told = [float.fromhex(loss or "nan") for loss in losses(agent, generation).values()]
+    return told + [float.fromhex(n) for n in re.findall(r"norm (\S+)", agent.log(0).read_text())]
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 1, "dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 1}])
+def test_a_mesh_trains_what_dp_alone_trains(make: Make, mesh: dict[str, int]) -> None:
+    """Data is dealt over dp, losses count once, norms are the whole model's; and a killed rank comes back to the last bit."""
+    gpt = {"train": "gpt_jobs:train", "data": "gpt_jobs:data", "steps": 4}
+    agents = [make(world=2, **gpt), make(world=4, **gpt), make(world=4, **gpt)]
+    alone, whole, broken = agents
+    for agent in (whole, broken):
+        agent.mesh = mesh
+    alone.start(1)
+    assert alone.exit_codes() == [0, 0]
+    whole.start(1)
+    assert whole.exit_codes() == [0] * 4
+    assert numbers(whole, 1) == pytest.approx(numbers(alone, 1), rel=1e-4)
+    assert len(numbers(whole, 1)) == 8
+    for rank in range(4):
+        coordinate = rank // 2 if mesh["tp"] == 2 else rank % 2
+        assert samples(whole, rank, 1) == samples(alone, coordinate, 1)
+    rows = committed_rows(open_store(whole.spec.job.root))
+    assert [(r.step, r.dp_rank) for r in rows] == [(t, d) for t in (1, 2, 3, 4) for d in (0, 1)]
+
+    broken.start(1, env={3: crash("step.before_optimizer", 3)})
+    assert broken.exit_code(3) == -signal.SIGKILL
+    broken.kill_all()
+    broken.start(2, of=1, step=2, tier="memory")
+    assert broken.exit_codes() == [0] * 4
+    assert losses(broken, 2) == {t: losses(whole, 1)[t] for t in (3, 4)}
+
+
 # ---------------------------------------------------------------- ways out
 
 
@@ -312,14 +350,6 @@ def test_data_that_is_not_there(make: Make, tmp_path: Path) -> None:
     assert agent.exit_codes() == [1, 1]
     assert {m.error.kind for m in agent.messages(FailedMsg)} == {"data"}
     assert "nowhere" in agent.messages(FailedMsg)[0].error.message
-
-
-def test_a_mesh_that_comes_later_is_refused(make: Make) -> None:
-    agent = make()
-    agent.mesh = {"pp": 1, "dp": 1, "tp": 2}
-    agent.start(1)
-    assert agent.exit_codes() == [1, 1]
-    assert "tp = 2 comes later" in agent.messages(FailedMsg)[0].error.message
 
 
 def test_a_wrong_token_is_no_start(make: Make) -> None:

@@ -149,8 +149,12 @@ class FakeShell:
         return self.reports
 
 
+def _like_rank_0(word: StepWord) -> StepWord:
+    return StepWord(generation=word.generation, step=word.step, replicated=word.replicated)
+
+
 class Bench:
-    """One rank's loop (rank 0 of one, unless `other` speaks for a second rank)."""
+    """The loop of rank 0 of two. For the other speaks `other`, or else it has no loss and is as far as rank 0."""
 
     def __init__(
         self,
@@ -168,7 +172,7 @@ class Bench:
         self.link = FakeLink(folder)
         self.stager = FakeStager()
         self.shell = FakeShell()
-        self.other: Callable[[StepWord], StepWord] | None = None
+        self.other: Callable[[StepWord], StepWord] = _like_rank_0
         self.pauses: list[float] = []
         self.committed_calls: list[tuple[int, int]] = []
         self.data = StepData(FakeLoader(data_ends), fetching=nullcontext, taken=lambda batch: None)
@@ -179,8 +183,8 @@ class Bench:
             run_id="r",
             generation=GENERATION,
             members=(),
-            world_size=1,
-            mesh={"dp": 1},
+            world_size=2,
+            mesh={"dp": 2},
             start=start or StartingPoint(),
             reason=Reason(kind="first_start"),
             spec_hash="",
@@ -220,10 +224,7 @@ class Bench:
         return self.stager.restored
 
     def _gather(self, values: Sequence[int]) -> list[list[int]]:
-        words = [list(values)]
-        if self.other is not None:
-            words.append(self.other(unpack_word(values)).pack())
-        return words
+        return [list(values), self.other(unpack_word(values)).pack()]
 
     def run(self, *, until: int | None = None) -> list[int]:
         steps = []

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from surefoot.agent import Run, session
-from surefoot.agent.failures import LayoutUnsupportedError, StartupError
-from surefoot.agent.session import RankEnv, require_layout
+from surefoot.agent.failures import StartupError
+from surefoot.agent.session import RankEnv
 
 ENVIRONMENT = {
     "RANK": "3",
@@ -30,14 +30,6 @@ def test_a_missing_variable_is_named(missing: str) -> None:
     rest = {name: value for name, value in ENVIRONMENT.items() if name != missing}
     with pytest.raises(StartupError, match=missing):
         RankEnv.read(rest)
-
-
-def test_only_data_parallel_meshes_for_now() -> None:
-    require_layout({"pp": 1, "dp": 4, "tp": 1})
-    with pytest.raises(LayoutUnsupportedError, match="tp = 2 comes later"):
-        require_layout({"pp": 1, "dp": 2, "tp": 2})
-    with pytest.raises(LayoutUnsupportedError, match="no axis dp"):
-        require_layout({"pp": 1})
 
 
 def test_run_is_exported() -> None:

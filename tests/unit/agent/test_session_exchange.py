@@ -10,8 +10,8 @@ def _word(**changes: object) -> StepWord:
     return StepWord(**({"generation": 2, "step": 5, "reports": 1} | changes))  # pyright: ignore[reportArgumentType]  (named in each test)
 
 
-def _judge(*words: StepWord, denominator: int = 1):
-    return judge(words, generation=2, step=5, denominator=denominator)
+def _judge(*words: StepWord, denominator: int = 1, mesh: dict[str, int] | None = None):
+    return judge(words, mesh=mesh or {"dp": len(words)}, generation=2, step=5, denominator=denominator)
 
 
 @pytest.mark.parametrize("loss", [0.0, -0.0, 1 / 3, -1e300, math.inf, 5e-324])
@@ -37,6 +37,22 @@ def test_the_loss_is_summed_in_rank_order() -> None:
 def test_ranks_without_a_loss_add_nothing() -> None:
     assert _judge(_word(loss_sum=6.0), _word(reports=0, loss_sum=9.0), denominator=3).loss == 2.0
     assert _judge(_word(reports=0), _word(reports=0)).loss is None
+
+
+def test_what_tp_ranks_report_together_counts_once() -> None:
+    """Ranks (dp, tp): (0, 0) (0, 1) (1, 0) (1, 1). Of one dp coordinate it is the first that reported."""
+    words = [_word(loss_sum=n) for n in (1.0, 1.0, 4.0, 4.0)]
+    assert _judge(*words, mesh={"pp": 1, "dp": 2, "tp": 2}).loss == 5.0
+    words[2] = _word(reports=0)
+    assert _judge(*words, mesh={"pp": 1, "dp": 2, "tp": 2}).loss == 5.0
+
+
+def test_stages_add_up() -> None:
+    """Ranks (pp, dp, tp): the first stage has none, or one of its own; tp ranks have the same."""
+    mesh = {"pp": 2, "dp": 1, "tp": 2}
+    last = [_word(loss_sum=6.0)] * 2
+    assert _judge(_word(reports=0), _word(reports=0), *last, mesh=mesh).loss == 6.0
+    assert _judge(_word(loss_sum=0.5), _word(loss_sum=0.5), *last, mesh=mesh).loss == 6.5
 
 
 def test_replicated_is_the_slowest_ranks() -> None:

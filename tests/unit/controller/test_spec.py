@@ -190,6 +190,8 @@ class TestRefused:
             ("layout", "mesh = 4", "layout.mesh"),
             ("layout", "nodes = 3\nnodes_min = 1\nmesh = { tp = 3 }", "layout.nodes_min"),
             ("layout", "canonical = true", "layout.canonical"),
+            ("layout", "mesh = { cp = 2 }", "layout.mesh.cp"),
+            ("layout", "mesh = { ep = 1 }", "layout.mesh.ep"),
             ("checkpoint", "keep = 1", "checkpoint.keep"),
             ("checkpoint", 'memory_budget = "2 gigs"', "checkpoint.memory_budget"),
             ("checkpoint", "memory_budget = 0", "checkpoint.memory_budget"),
