@@ -25,16 +25,17 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from surefoot.ckpt.lives import card
 from surefoot.ckpt.storeline import ChannelError, Line
-from surefoot.ckpt.vigil import LOOKS, Vigil, beat, named, trouble
+from surefoot.ckpt.vigil import LOOKS, Vigil, beat, named, seen_to_run, trouble
 
 # Documented as torch.distributed.TCPStore, but not in its __all__; and the stubs say that values are str, they may be bytes.
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 StoreTimeoutError: Any = dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 SILENT_S = 8.0
-"""A rank that has not beaten for so long, while a save is in flight or in the middle of a call, is taken for dead. Threads that beat are
-kept from running by nothing but a call into C that holds Python's lock for as long."""
+"""A rank that has not beaten for so long, while a save is in flight or in the middle of a call, is taken for dead, unless it is seen to
+run (ckpt/lives.py). Threads that beat are kept from running by a call into C that holds Python's lock for as long, and by little else."""
 GOODBYE_S = 10.0
 """How long the host waits at the end for ranks that have died."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.002, 0.02
@@ -171,7 +172,9 @@ class StoreChannel:
         self._seen: list[tuple[bytes, float]] = [(b"", 0.0)] * world_size
         # A client's calls wait for each other, and the background blocks: it has a connection of its own.
         self._hosts = own is not None
-        self._fore = Line(own or _reached(host, port, timeout_s), own=self._hosts)
+        store = own or _reached(host, port, timeout_s)
+        store.set(f"p/{rank}", card())
+        self._fore = Line(store, own=self._hosts)
         self._back = Line(_reached(host, port, timeout_s), own=self._hosts)
         beat_s = max(SILENT_S / LOOKS, OPS_PER_BEAT * world_size / POLLS_PER_S)
         self._vigil = Vigil(self._back, rank, world_size, beat_s, self._told)
@@ -390,7 +393,7 @@ class StoreChannel:
                 self._seen[r] = (sign, now)
             elif now - max(self._seen[r][1], since) > SILENT_S and sign.partition(b" ")[2] != state.encode():
                 silent.append(r)
-        return silent
+        return [r for r in silent if not self._to_rank_0(lambda store, r=r: seen_to_run(store, r))]
 
     def drop(self, keys: Sequence[str]) -> None:
         for key in keys:

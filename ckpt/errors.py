@@ -17,7 +17,7 @@
     │   ├── CoverageError            elements missing or written twice: refused before the commit
     │   ├── CommitError              the step was not committed, and why
     │   │   └── ReplicasDifferError      ranks hold other content where they should hold the same
-    │   ├── ElsewhereError           another rank failed; the message names it
+    │   ├── ElsewhereError           another rank failed, died or hangs; the message names it
     │   └── FencedError              a newer generation exists: whether the step counts is the lineage's to say
     └── AssertionError           our bug (plain asserts)
 """
@@ -93,7 +93,7 @@ class SlotTooSmallError(CkptWorldError):
 
 
 class ElsewhereError(CkptWorldError):
-    """Another rank of the load failed; the message names it."""
+    """Another rank of the load or save failed, died, hangs or was interrupted; the message names it."""
 
 
 class CoverageError(CkptWorldError):

@@ -8,6 +8,7 @@ their next beat::
 
     l/<rank>    "<call> <beat>" while it is in a call, else nothing
     f/<call>    what has gone wrong on the first rank that it did on
+    p/<rank>    where its process is found: one that rank 0 can see, and sees running, is slow and not dead (ckpt/lives.py)
 
 A rank that leaves a call by an error leaves word there itself. Of rank 0 the others hear by its store, which answers from a thread
 that needs none of Python's locks: the connection breaks when it dies, and is silent while it is stopped.
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from surefoot.ckpt.lives import runs
 from surefoot.ckpt.storeline import ChannelError, Line
 
 LOOKS = 8
@@ -71,7 +73,7 @@ class Vigil:
         self._call = 0
         self._beats = 0
         self._silent: list[int] = []
-        self._ended = False
+        self._ended = self._idle = False
         self.error: ChannelError | None = None
         """What has gone wrong on another rank in the call that this one is in, or left last."""
         self.cut_off = False
@@ -85,7 +87,8 @@ class Vigil:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ckpt-vigil", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if self._idle:
+                self._changed.notify()
 
     def leave(self) -> None:
         """No beat of this call is under way any more when it returns."""
@@ -118,7 +121,9 @@ class Vigil:
         while True:
             with self._changed:
                 while not (self._call or self._ended):
+                    self._idle = True
                     self._changed.wait()
+                self._idle = False
                 if self._ended:
                     return
                 call = self._call
@@ -151,7 +156,8 @@ class Vigil:
         self._beats += 1
         store.set(f"l/{self._rank}", beat(call, self._beats))
         if self._rank == 0:
-            self._silent = [r for r in self._roll.look(self._read(store)) if r != 0]
+            silent = self._roll.look(self._read(store))
+            self._silent = [r for r in silent if r != 0 and not seen_to_run(store, r)]
             if self._silent:
                 store.compare_set(f"f/{call}", "", f"{named(self._silent)} {_SILENT}")
         return store.get(f"f/{call}") if store.check([f"f/{call}"]) else b""
@@ -161,6 +167,11 @@ class Vigil:
 
 
 _SILENT = "fell silent in the middle of a call that all ranks make together: the process has died, is stopped or hangs"
+
+
+def seen_to_run(store: Any, rank: int) -> bool:
+    """A rank that is silent and runs is slow: it waits for nobody's sake to be taken for dead."""
+    return store.check([f"p/{rank}"]) and runs(store.get(f"p/{rank}").decode())
 
 
 def beat(call: int, number: int) -> bytes:

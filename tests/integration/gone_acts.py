@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -16,8 +17,7 @@ from loading_acts import state_of
 from surefoot import ckpt
 from surefoot.ckpt import channel
 from surefoot.ckpt.errors import ElsewhereError
-from surefoot.ckpt.loading import carrying, fetching, nodememory, reading, sharing, together
-from surefoot.ckpt.saving.equipment import Equipment
+from surefoot.ckpt.loading import carrying, fetching, nodememory, sharing, together
 from surefoot.ckpt.saving.generation import OwnGeneration
 
 LATE_S = 3.0
@@ -65,17 +65,12 @@ def before(owner: Any, name: str, act: Callable[[], None], *, call: int = 1) -> 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
     "agreement": (channel.StoreChannel, "_answer", 2),
-    "candidates": (together, "_load_agreed", 1),
     "manifest": (sharing.SharingParty, "from_first", 1),
     "memory": (carrying, "meet", 1),
-    "opened memory": (nodememory, "_open", 1),
     "vote": (sharing.SharingParty, "vote", 2),
-    "reading": (reading, "read_blocks", 1),
     "transfer": (sharing.SharingParty, "post", 1),
-    "waiting": (sharing.SharingParty, "wait", 1),
     "outcome": (together, "_word_of", 1),
     "generation": (OwnGeneration, "open", 1),
-    "staging": (Equipment, "get_ready", 1),
 }
 """Where the rank goes: an owner, one of its functions, and which call of that."""
 
@@ -128,12 +123,12 @@ def load_late_and_slowly(root: str, what: str) -> int:
     with ckpt.Checkpointer(root) as c:
         dist.barrier()
         if rank == (0 if what == "late 0" else 2):
-            busy = lambda: time.sleep(LATE_S)  # noqa: E731  (what it is busy with)
+            lock = what == "locked"
+            busy = lambda: ctypes.PyDLL(None).sleep(round(LATE_S)) if lock else time.sleep(LATE_S)  # noqa: E731  (what it is busy with)
             if what.startswith("late"):
                 busy()
-            elif what == "slow store":
-                before(reading, "read_blocks", busy)
-                before(reading, "read_into", busy)
+            elif what in ("slow reading", "locked"):
+                before(carrying.Carrier, "run", busy)
             else:
                 before(together, "_word_of", busy)
         loaded = c.load(state)

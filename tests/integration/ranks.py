@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -160,7 +161,8 @@ class Running:
     def end(self) -> None:
         """Whatever still runs is killed, and reaped by the host."""
         for rank in self._living():
-            os.kill(self.pids[rank], signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and the word of that is under way
+                os.kill(self.pids[rank], signal.SIGKILL)
         while self._leftovers is None:
             if not self._hear(LAST_S):
                 raise AssertionError(f"{self._function}: the process that forks ranks does not answer")

@@ -90,7 +90,7 @@ def test_a_rank_that_goes_as_a_save_begins(play: Play, root: str, victim: int, p
     play(victim, end, "gone_acts:save", root, victim, place, end)
 
 
-@pytest.mark.parametrize("what", ["late", "late 0", "slow store", "slow end"])
+@pytest.mark.parametrize("what", ["late", "late 0", "slow reading", "slow end", "locked"])
 def test_a_rank_that_is_late_or_slow_is_waited_for(ranks: Ranks, root: str, what: str) -> None:
     ranks(1, "loading_acts:save", root, "ddp", 20)
     assert ranks(WORLD, "gone_acts:load_late_and_slowly", root, what) == [20] * WORLD

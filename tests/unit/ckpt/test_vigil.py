@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import pytest
 
+from surefoot.ckpt import lives
 from surefoot.ckpt.errors import ElsewhereError
 from surefoot.ckpt.storeline import ChannelError, Line
-from surefoot.ckpt.vigil import LOOKS, NAMED_MAX, Roll, Vigil, beat, named, trouble
+from surefoot.ckpt.vigil import LOOKS, NAMED_MAX, Roll, Vigil, beat, named, seen_to_run, trouble
 
 
 def looks(roll: Roll, count: int, *beats: bytes) -> list[int]:
@@ -129,6 +134,29 @@ def test_rank_0_sees_the_others_off() -> None:
     store.set("l/1", beat(4, 2))
     vigil.see_off(4)
     vigil.see_off(5)
+
+
+def test_a_process_that_is_seen_to_run_is_not_dead() -> None:
+    """Whatever keeps it from beating. One that is stopped, gone, or another by the same number is none that runs."""
+    store = FakeStore()
+    store.set("p/2", lives.card())
+    assert seen_to_run(store, 2)
+    assert not seen_to_run(store, 1), "nothing is known of it"
+    here, pid, begun = lives.card().split()
+    assert not lives.runs(f"{here} {pid} {int(begun) + 1}")
+    assert not lives.runs(f"elsewhere {pid} {begun}")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    its = f"{here} {child.pid} {lives._stat(child.pid)[1]}"
+    assert lives.runs(its)
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert not lives.runs(its)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not lives.runs(its), "dead, and not reaped"
+    child.communicate()
+    assert not lives.runs(its)
+    assert not lives.runs("")
 
 
 # ---------------------------------------------------------------- lines
