@@ -8,9 +8,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
 
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoint.md"
 RANKS = 2
@@ -55,16 +61,17 @@ END = "\ndist.destroy_process_group()\n"
 BEFORE = {
     "State": "\nbuffer = torch.zeros(32)\n",
     "Saving": '\nstate, losses = {"model": model}, [0.5, 0.25]\n',
-    "Loading": """
-model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
-optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.ConstantLR(optim)
-state = {"model": model, "optim": optim, "scheduler": scheduler}
-ckpt.save(root, 500, state)
-c = ckpt.Checkpointer(root)
-saved, model["head"] = model["body"].weight.detach().clone(), nn.Linear(4, 3)
-with torch.no_grad():
-    model["body"].weight.zero_()
+    "Fine-tuning": """
+train_one_step()
+ckpt.save(root, 500, {"model": model, "optim": optim})
+weights, (model, optim), trained = model, fresh(), 0
+""",
+    "From torch.save": """
+train_one_step()
+if rank == 0:
+    torch.save({"model": model.state_dict(), "optim": optim.state_dict(), "epoch": 3, "step": 700}, "old.pt")
+dist.barrier()
+before, (model, optim) = (model, optim), fresh()
 """,
     "With the loader": """
 if rank == 0:
@@ -81,13 +88,32 @@ train_on = lambda batch: seen.append(batch.sample_ids)
 
 # Between two blocks of a section.
 BETWEEN = {
-    ("Loading", 1): """
+    ("Fine-tuning", 1): """
+assert loaded is None and trained == 200 and ckpt.steps("checkpoints/tuned") == [100, 200] and ckpt.steps(root) == [500]
+assert not same(model, weights) and optim.state[model[0].weight]["step"] == 200
+
+model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+ckpt.save(root, 501, {"model": model})
+saved, model["head"] = model["body"].weight.detach().clone(), nn.Linear(4, 3)
+with torch.no_grad():
+    model["body"].weight.zero_()
+""",
+    ("Fine-tuning", 2): """
 assert torch.equal(model["body"].weight, saved) and model["head"].weight.shape == (3, 4) and old.shape == (2, 4)
 assert set(n.split()[0] for n in loaded.left_over) >= {"model.head.weight", "model.head.bias"}
-model["head"] = nn.Linear(4, 2)
-optim = torch.optim.AdamW(model.parameters(), lr=0.5)
-scheduler = torch.optim.lr_scheduler.ConstantLR(optim)
-state = {"model": model, "optim": optim, "scheduler": scheduler}
+
+def scheduled(rate):
+    model = nn.Linear(4, 4)
+    optim = torch.optim.AdamW(model.parameters(), lr=rate)
+    return {"model": model, "optim": optim, "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optim, 100)}
+
+state = scheduled(1e-3)
+for _ in range(50):
+    state["optim"].step()
+    state["scheduler"].step()
+ckpt.save(root, 502, state)
+state = scheduled(1e-3)
+optim, scheduler, c = state["optim"], state["scheduler"], ckpt.Checkpointer(root)
 """,
     ("State", 1): """
 state["seen"]["a"] = state["epoch"] = 1
@@ -137,9 +163,15 @@ assert whole.flatten().tolist() == list(range(21))
 loaded = ckpt.load(root, state)
 assert loaded.step == 100 and loaded.cursor == {"file": 3, "row": 1200} and loaded.extra == {"losses": losses}
 """,
-    "Loading": """
+    "Fine-tuning": """
 c.close()
-assert [g["lr"] for g in optim.param_groups] == [1e-4] and scheduler.base_lrs == [1e-4]
+assert abs(optim.param_groups[0]["lr"] - 5e-5) < 1e-9, "halfway through a cosine from 1e-4"
+""",
+    "From torch.save": """
+(model, optim), saved = fresh(), before
+state = {"model": model, "optim": optim, "epoch": 0}
+assert ckpt.load(root, state).step == 700 and state["epoch"] == 3 and same(model, saved[0])
+assert torch.equal(optim.state[model[0].weight]["exp_avg"], saved[1].state[saved[0][0].weight]["exp_avg"])
 """,
     "With the loader": """
 assert len(seen) == 300 and batch.step == 300
@@ -173,6 +205,69 @@ def sections() -> dict[str, list[str]]:
         if blocks:
             found[section.splitlines()[0]] = blocks
     return found
+
+
+SCHEDULES: dict[str, Callable[[Any, float], Any]] = {
+    "StepLR": lambda o, _: lr_scheduler.StepLR(o, 10),
+    "MultiStepLR": lambda o, _: lr_scheduler.MultiStepLR(o, [20, 60]),
+    "ExponentialLR": lambda o, _: lr_scheduler.ExponentialLR(o, 0.97),
+    "LinearLR": lambda o, _: lr_scheduler.LinearLR(o, total_iters=80),
+    "ConstantLR": lambda o, _: lr_scheduler.ConstantLR(o, total_iters=60),
+    "PolynomialLR": lambda o, _: lr_scheduler.PolynomialLR(o, 100),
+    "LambdaLR": lambda o, _: lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+    "CosineAnnealingLR": lambda o, _: lr_scheduler.CosineAnnealingLR(o, 100),
+    "a cosine that ends above 0": lambda o, s: lr_scheduler.CosineAnnealingLR(o, 100, eta_min=1e-5 * s),
+    "CosineAnnealingWarmRestarts": lambda o, s: lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 30, eta_min=1e-5 * s
+    ),
+    "OneCycleLR": lambda o, s: lr_scheduler.OneCycleLR(o, [1e-3 * s, 5e-3 * s], total_steps=100),
+    "CyclicLR": lambda o, s: lr_scheduler.CyclicLR(o, 1e-4 * s, 1e-3 * s, step_size_up=20),
+    "SequentialLR": lambda o, s: lr_scheduler.SequentialLR(
+        o,
+        [
+            lr_scheduler.LinearLR(o, 0.1, total_iters=60),
+            lr_scheduler.CosineAnnealingLR(o, 40, eta_min=1e-5 * s),
+        ],
+        [60],
+    ),
+    "ChainedScheduler": lambda o, _: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, total_iters=60), lr_scheduler.ExponentialLR(o, 0.99)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_recipe_for_other_rates_is_right_for_schedulers_of_torch(name: str) -> None:
+    """After it the rates of all groups are, step for step, those of a run that had the other rates from its beginning."""
+
+    def scheduled(scale: float) -> tuple[Any, Any]:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate * scale} for rate in (1e-3, 5e-3)]
+        optim = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
+        return optim, SCHEDULES[name](optim, scale)
+
+    (recipe,) = (block for block in sections()["Fine-tuning"] if "scale" in block)
+    optim, scheduler = scheduled(1.0)
+    other, others = scheduled(0.1)
+    for at in range(98):
+        if at == 40:
+            rescaled = recipe.replace("1e-4", repr(other.param_groups[0]["initial_lr"]))
+            loaded = SimpleNamespace(load=lambda state: None)
+            exec(rescaled, {"c": loaded, "state": {}, "optim": optim, "scheduler": scheduler})
+        if at >= 40:
+            rates = [g["lr"] for g in optim.param_groups]
+            assert rates == pytest.approx([g["lr"] for g in other.param_groups], rel=1e-9)
+        for o, s in ((optim, scheduler), (other, others)):
+            o.step()
+            s.step()
+
+
+def test_what_missed_its_mark_is_named_with_its_figure() -> None:
+    """What docs/benchmarks.md calls missed stands under "What was measured", and nothing else does."""
+    table = (PAGE.parent / "benchmarks.md").read_text().partition("\n## Checkpoints")[2].partition("\n## ")[0]
+    missed = re.findall(r"(?m)^\| `(\w+)`.* \| ([\d.]+) .* missed\*\* \|$", table)
+    said = PAGE.read_text().partition("\n## What was measured")[2]
+    assert re.findall(r"(?m)^- `(\w+)` ([\d.]+),", said) == missed
+    assert table.count("missed**") == len(missed)
 
 
 def script_of(name: str, blocks: list[str]) -> str:
