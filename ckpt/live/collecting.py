@@ -18,7 +18,7 @@ from surefoot.ckpt.format.values import encode_value, tensor_names, tensor_ref
 from surefoot.ckpt.live.declared import Boxes, PerRank
 from surefoot.ckpt.live.kinds import encode_torch
 from surefoot.ckpt.live.leaves import Leaf, leaf_of
-from surefoot.ckpt.live.optimizers import optimizer_values
+from surefoot.ckpt.live.optimizers import optimizer_values, warn_of_numbers
 from surefoot.ckpt.live.walking import (
     Entry,
     Named,
@@ -57,6 +57,8 @@ def collect(state: Mapping[str, Any], rank: int = 0) -> Collected:
     """
     with torch.no_grad():
         found = in_order(entries(state, rank))
+        if rank == 0:
+            warn_of_numbers(found)
         walk = _Walk(found)
         for entry in found:
             walk.add(entry)

@@ -94,7 +94,8 @@ class Load(Placing):
             what = f"rank {whose[2]}'s own; the checkpoint is of fewer ranks, or had none"
         self._missing[name.encode(errors="backslashreplace").decode()] = what
 
-    def _stored(self) -> set[str]:
+    def stored(self) -> set[str]:
+        """All names."""
         return {*self.source.tensors, *self.source.aliases, *self.source.values}
 
     def _stored_tensor(self, name: str) -> str | None:
@@ -120,13 +121,13 @@ class Load(Placing):
     def _about(self, name: str, what: str) -> str:
         if what:
             return f" ({what})"
-        if name in self._stored():
+        if name in self.stored():
             there = "a value" if name in self.source.values else "a tensor"
             return f" as what it is here; there it is {there}"
-        return _nearest(name, self._stored())
+        return _nearest(name, self.stored())
 
     def unused(self) -> list[str]:
-        return sorted(self._stored() - self.used)
+        return sorted(self.stored() - self.used)
 
     def described(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
         """What these stored names are, and where they lie; tensors that belong to a value among them go without saying."""
@@ -144,7 +145,7 @@ class Load(Placing):
         """What was kept per rank, for other ranks than this: it is nobody's in a smaller world, and no rank's fault."""
         mine = {m[1] for e in found if (m := OF_RANK.fullmatch(e.name))}
         if mine:
-            self.used |= {n for n in self._stored() if (m := OF_RANK.fullmatch(n)) and m[1] in mine}
+            self.used |= {n for n in self.stored() if (m := OF_RANK.fullmatch(n)) and m[1] in mine}
 
     # ---- entries
 

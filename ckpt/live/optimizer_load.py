@@ -16,7 +16,14 @@ from surefoot.ckpt.boxes import local_shape
 from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.live.gathering import Load
 from surefoot.ckpt.live.leaves import coordinate_in, dtype_name, dtype_of, shardings_of
-from surefoot.ckpt.live.optimizers import NO_GROUP, Held, by_owner, held_by, settings_of
+from surefoot.ckpt.live.optimizers import (
+    NO_GROUP,
+    Held,
+    by_owner,
+    held_by,
+    is_list_of_groups,
+    settings_of,
+)
 from surefoot.ckpt.live.placing import Ref
 
 
@@ -31,9 +38,20 @@ class OptimizerLoad:
 
     def add(self) -> None:
         groups_name = f"{self._name}.param_groups"
+        if form := self._torchs_form(groups_name):
+            self._refuse(f"{self._name} was saved as the mapping that {form}; {_THEN}")
+            return
         if groups_name not in self._load.source.values:
-            self._load.miss(self._name, "an optimizer, of which nothing was saved")
-            self._load.later.append(self._reset)
+            self._begin_anew("an optimizer, of which nothing was saved")
+            return
+        groups = self._load.decode(groups_name)
+        if other := self._of_another_kind(groups):
+            if self._load.strict:
+                self._refuse(
+                    f"{self._what}, is {other}. {_SAME_KIND}; the groups are in {self._load.source.where(groups_name)}"
+                )
+            else:
+                self._begin_anew(f"{_a(type(self._optimizer).__name__)}, {other}")
             return
         groups = self._load.value(groups_name)
         origin: dict[int, int] = {}
@@ -42,6 +60,29 @@ class OptimizerLoad:
         self._add_those_without_group()
         self._add_general()
         self._add_groups(groups_name, groups, origin)
+
+    def _torchs_form(self, groups_name: str) -> str:
+        """Where groups list their parameters: which call gives such, and what takes it. (Groups that hold tensors were stored key by
+        key.)"""
+        values = self._load.source.values
+        groups = self._load.decode(groups_name) if groups_name in values else None
+        members = [g["params"] for g in groups if "params" in g] if is_list_of_groups(groups) else []
+        if (first := f"{groups_name}.0.params") in values:
+            members.append(self._load.decode(first))
+        if not members:
+            return ""
+        return _BY_NAME if any(isinstance(p, str) for of in members for p in of) else _BY_NUMBER
+
+    def _refuse(self, why: str) -> None:
+        """Nothing else needs to be said of this optimizer."""
+        self._load.problems.append(why)
+        self._load.used.update(n for n in self._load.stored() if n.startswith(f"{self._name}."))
+
+    def _begin_anew(self, what: str) -> None:
+        """Nothing of this optimizer is taken: it keeps its settings, and its state, which is of other parameters than they are now,
+        goes."""
+        self._load.miss(self._name, what)
+        self._load.later.append(self._reset)
 
     def _reset(self) -> None:
         """New state: what an optimizer has before its first step."""
@@ -67,7 +108,7 @@ class OptimizerLoad:
             if there != NO_GROUP and origin.setdefault(number, there) != there:
                 self._load.problems.append(
                     f"{self._name}: {owner} is in parameter group {there} of the checkpoint, other parameters of group {number} here "
-                    f"are in {origin[number]}: build the groups as they were saved"
+                    f"are in {origin[number]}: {_BUILD_ALIKE}"
                 )
             if h.owner.boxes is None:
                 self._add_state(h.parameter, known["state"], number)
@@ -180,15 +221,13 @@ class OptimizerLoad:
         load = self._load
         if len(groups) != len(self._optimizer.param_groups):
             load.problems.append(
-                f"{self._name} has {len(self._optimizer.param_groups)} parameter groups here and {len(groups)} in the checkpoint"
+                f"{self._name} has {len(self._optimizer.param_groups)} parameter groups here and {len(groups)} in the checkpoint: "
+                f"{_BUILD_ALIKE}"
             )
-            return
-        if load.strict and (other := self._of_another_kind(groups)):
-            load.problems.append(f"{other}; the groups are in {load.source.where(stored)}")
             return
         for number, group in enumerate(self._optimizer.param_groups):
             there = origin.get(number, number)
-            saved = groups[there]
+            saved = settings_of(groups[there])  # which parameters it has is the live group's to say
             for key in settings_of(group):
                 if key not in saved:
                     load.miss(
@@ -202,12 +241,16 @@ class OptimizerLoad:
         """Both sides have settings that the other has not: said once, and not of every setting of every group. '' where it is not so."""
         here = {key for group in self._optimizer.param_groups for key in settings_of(group)}
         there = {key for group in groups for key in group}
-        more, less = sorted(there - here - _OF_SCHEDULERS), sorted(here - there - _OF_SCHEDULERS)
+        # What somebody added to a group says nothing of the kind.
+        more, less = (
+            sorted(there - here - _OF_SCHEDULERS),
+            sorted((here & self._optimizer.defaults.keys()) - there),
+        )
         if not more or not less:
             return ""
         return (
-            f"{self._what}, is of another kind than the optimizer that was saved: {self._states()}; settings there are {', '.join(more)} "
-            f"and no {', '.join(less)}. Build the same kind, or leave it out of the state and load with strict=False"
+            f"of another kind than the optimizer that was saved: {self._states()}; settings there are {', '.join(more)} "
+            f"and no {', '.join(less)}"
         )
 
     def _states(self) -> str:
@@ -219,6 +262,14 @@ class OptimizerLoad:
         return f"{words}, and here it has {here}" if here != "{}" else words
 
 
+_BY_NUMBER = (
+    "optimizer.state_dict() gives: parameters are numbered there, and do not fit into an optimizer by name. Let a new optimizer take one "
+    "step (so that it has the tensors to fill), load into the state_dict() of it beside the model, and call its load_state_dict"
+)
+_BY_NAME = "get_optimizer_state_dict gives: load into the mapping that it gives here, and hand that to set_optimizer_state_dict"
+_THEN = "then save the optimizer itself"
+_BUILD_ALIKE = "build the groups as they were saved, or leave the optimizer out of the state and load with strict=False: then it begins anew"
+_SAME_KIND = "Build the same kind, or load with strict=False: then nothing of it is taken, and it begins anew"
 _OF_SCHEDULERS = frozenset({"initial_lr", "swa_lr"})
 """Settings that torch's schedulers add to groups."""
 

@@ -10,16 +10,21 @@ Nothing is invented: a parameter without state has none after a load, and no ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.live.declared import Boxes
-from surefoot.ckpt.live.walking import Owner, Owners
+from surefoot.ckpt.live.walking import Entry, Owner, Owners
+
+_log = logging.getLogger(__name__)
 
 NO_GROUP = -1
 """Stands for the group of a parameter that was taken out of its group and still has state."""
@@ -83,6 +88,42 @@ def optimizer_values(name: str, optimizer: Optimizer, owners: Owners) -> Iterato
     yield Stored(
         name=f"{name}.param_groups",
         state=[settings_of(group) for group in optimizer.param_groups],
+    )
+
+
+def is_list_of_groups(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(group, Mapping) for group in cast("list[Any]", value))
+
+
+def warn_of_numbers(found: Iterable[Entry]) -> None:
+    """Say, once in a process, where a state holds what ``optimizer.state_dict()`` gives, and that this is of little use."""
+    for entry in found:
+        if entry.key not in ("param_groups", "params"):
+            continue
+        name, groups = entry.name.removesuffix(".param_groups"), entry.value
+        if entry.key == "params":  # of groups that hold tensors, and so are stored key by key
+            name, groups = re.sub(r"\.param_groups\.\d+\.params$", "", entry.name), [entry.container]
+        elif entry.container.keys() != {"state", "param_groups"}:
+            continue
+        if (
+            name != entry.name
+            and is_list_of_groups(groups)
+            and any(_numbers(g.get("params")) for g in groups)
+        ):
+            _warn_once(name)
+
+
+def _numbers(params: Any) -> bool:
+    return isinstance(params, list) and any(isinstance(p, int) for p in cast("list[Any]", params))
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    _log.warning(
+        "%s is what optimizer.state_dict() gives: parameters are numbered in it, and a new optimizer's is empty, so that a later start "
+        "cannot load it as it is. Put the optimizer itself into the state: {'%s': optimizer}",
+        name,
+        name,
     )
 
 

@@ -15,6 +15,7 @@ from surefoot.ckpt.errors import CommitError, ReplicasDifferError
 NAMED_MAX = 8
 """Ranks that a message lists of each kind."""
 NAMED_CHARACTERS_MAX = 200
+_OWN = "(a random generator, say) wrap it in ckpt.PerRank, or give it another name on each rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ def _advice(worst: Dissent, odd: tuple[int, ...]) -> str:
     if odd:
         return (
             f"{_ranks(odd)} against the majority: suspect its memory or its devices, and load an older step on all ranks. If this is meant "
-            f"to differ give it a name of its own on each rank"
+            f"to differ {_OWN}"
         )
     ask = (
         "with two copies nobody can tell which is right"
@@ -123,6 +124,6 @@ def _advice(worst: Dissent, odd: tuple[int, ...]) -> str:
         else "no majority agrees"
     )
     return (
-        f"{ask}: if these are shards of one tensor make it a DTensor, if they are meant to differ give each a name of its own, "
+        f"{ask}: if these are shards of one tensor make it a DTensor, if they are meant to differ {_OWN}; "
         f"otherwise suspect the memory of one of them and load an older step"
     )

@@ -49,7 +49,7 @@ def test_without_a_majority_nobody_is_odd() -> None:
     """CKP-05: four ranks with four contents under one key are four tensors, not one sick rank."""
     error = refused({r: {BOX: str(r)} for r in range(4)})
     assert error.odd == ()
-    assert "give each a name of its own" in str(error)
+    assert "wrap it in ckpt.PerRank, or give it another name on each rank" in str(error)
 
 
 def test_the_box_that_tells_most_is_named_and_the_others_counted() -> None:

@@ -10,10 +10,12 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from surefoot import ckpt
 from surefoot.ckpt.errors import StateError, StateMismatchError
 from surefoot.ckpt.live.optimizer_load import like_parameter
+from surefoot.ckpt.live.optimizers import settings_of
 from surefoot.ckpt.manifest import Manifest, decode, encode, manifest_key
 from surefoot.ckpt.state import collect
 from surefoot.ckpt.store import open_store
@@ -233,6 +235,106 @@ def test_an_optimizer_of_another_kind_is_said_to_be_one_once(files: str, stepped
     assert "a setting of parameter group" not in said
 
 
+@pytest.mark.parametrize("stepped", [False, True])
+def test_of_another_kind_a_lenient_load_takes_nothing(files: str, stepped: bool) -> None:
+    """Neither settings nor state that it could not use; its own state is of other parameters now, and goes."""
+    saved = build(lambda ps: torch.optim.AdamW(ps, lr=0.5))
+    train(saved)
+    ckpt.save(files, 1, saved)
+    live = build(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9))
+    settings = typed([settings_of(g) for g in live["optim"].param_groups])
+    if stepped:
+        train(live)
+    loaded = ckpt.load(files, live, strict=False)
+    assert loaded is not None
+    assert typed([settings_of(g) for g in live["optim"].param_groups]) == settings
+    assert not live["optim"].state
+    (missing,) = loaded.missing
+    assert missing.startswith("optim (a SGD, of another kind than the optimizer that was saved: ")
+    left = {n.split(" ")[0] for n in loaded.left_over}
+    assert {"optim.param_groups", "optim.params.model.head.weight"} <= left
+    assert torch.equal(live["model"].head.weight, saved["model"].head.weight)
+    train(live)
+    assert {key for s in live["optim"].state.values() for key in s} == {"momentum_buffer"}
+
+
+def test_what_somebody_added_to_a_group_is_no_other_kind(files: str) -> None:
+    saved, live = build(torch.optim.AdamW), build(torch.optim.AdamW)
+    train(saved)
+    saved["optim"].param_groups[0]["mine"] = 1
+    live["optim"].param_groups[0]["yours"] = 2
+    ckpt.save(files, 1, saved)
+    loaded = ckpt.load(files, live, strict=False)
+    assert loaded is not None
+    assert [n.split(" ")[0] for n in loaded.missing] == ["optim.param_groups.0.yours"]
+    assert live["optim"].param_groups[0]["mine"] == 1
+    assert typed(list(live["optim"].state.values())) == typed(list(saved["optim"].state.values()))
+
+
+def numbered(state: dict[str, Any]) -> dict[str, Any]:
+    return {"model": state["model"], "optim": state["optim"].state_dict()}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_parameters_by_number_go_into_no_optimizer(
+    files: str, strict: bool, rate: Any, stepped: bool
+) -> None:
+    """What torch's state_dict() gives was saved: refused in both modes, and the optimizer still has its parameters."""
+    state = build(lambda ps: torch.optim.AdamW(ps, lr=rate))
+    if stepped:
+        train(state)
+    ckpt.save(files, 1, numbered(state))
+    live = build(torch.optim.AdamW)
+    before, parameters = told(live["optim"]), live["optim"].param_groups[0]["params"]
+    with pytest.raises(
+        StateMismatchError, match=r"optim was saved as the mapping that optimizer\.state_dict\(\) gives"
+    ) as no:
+        ckpt.load(files, live, strict=strict)
+    assert "optim.param" not in str(no.value), "one thing is said of it"
+    assert told(live["optim"]) == before
+    assert live["optim"].param_groups[0]["params"] is parameters
+
+
+def test_parameters_by_number_come_back_as_the_refusal_says(files: str) -> None:
+    state = build(torch.optim.AdamW)
+    for p in state["model"].parameters():
+        p.grad = torch.ones_like(p)
+    state["optim"].step()
+    ckpt.save(files, 1, numbered(state))
+    live = build(torch.optim.AdamW)
+    for p in live["model"].parameters():
+        p.grad = torch.zeros_like(p)
+    live["optim"].step()
+    through_it = numbered(live)
+    ckpt.load(files, through_it)
+    live["optim"].load_state_dict(through_it["optim"])
+    assert told(live["optim"]) == told(state["optim"])
+    assert train(live, 2) == train(state, 2)
+
+
+def test_a_mapping_by_name_is_handed_on_to_torch(files: str) -> None:
+    state, live = build(torch.optim.AdamW), build(torch.optim.AdamW)
+    train(state)
+    ckpt.save(
+        files, 1, {"model": state["model"], "optim": get_optimizer_state_dict(state["model"], state["optim"])}
+    )
+    with pytest.raises(StateMismatchError, match="hand that to set_optimizer_state_dict"):
+        ckpt.load(files, live, strict=False)
+
+
+def test_parameters_by_number_are_warned_of_once(files: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = build(torch.optim.AdamW)
+    fresh = {"model": state["model"], "fresh_optim": state["optim"].state_dict()}
+    for step in (1, 2):
+        ckpt.save(files, step, fresh)
+    ckpt.save(files, 3, {"model": state["model"], "optim": state["optim"]})
+    said = [r.getMessage() for r in caplog.records if "state_dict" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("fresh_optim is what optimizer.state_dict() gives: parameters are numbered")
+
+
 def tamper(root: str, change: Callable[[Manifest], Manifest]) -> None:
     store = open_store(root)
     key = manifest_key(1, 1)
@@ -293,7 +395,10 @@ def test_groups_built_otherwise_are_named(files: str) -> None:
         ckpt.load(
             files, build(lambda ps: torch.optim.AdamW([{"params": list(ps)}, {"params": []}, {"params": []}]))
         )
-    with pytest.raises(StateMismatchError, match="optim has 1 parameter groups here and 3 in the checkpoint"):
+    with pytest.raises(
+        StateMismatchError,
+        match=r"optim has 1 parameter groups here and 3 in the checkpoint: build the .* or leave",
+    ):
         ckpt.load(files, build(torch.optim.AdamW))
 
 
