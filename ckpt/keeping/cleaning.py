@@ -25,7 +25,7 @@ from surefoot.ckpt.keeping.orphans import (
     sort_out,
     unnamed,
 )
-from surefoot.ckpt.keeping.retention import Retention, Verdict, held_of, judge, objects_of
+from surefoot.ckpt.keeping.retention import Retention, Verdict, held_of, judge, objects_of, of_one_writer
 from surefoot.ckpt.manifest import (
     Ledger,
     LedgerRef,
@@ -55,7 +55,8 @@ def apply_retention(
     generation: int,
     known: MutableMapping[int, Record] | None = None,
 ) -> list[ManifestRef]:
-    """Delete what the lineage of `generation` lets go; returns it. For the committer, between two commits.
+    """Delete what the writer of `generation` left on its lineage and the rules let go; returns it. For the committer, between
+    two commits. What another left there (a script, for a job; a job, for a script) is not counted and stays.
 
     A checkpoint whose manifest cannot be read stays, with all its data: what belongs to it is not known.
 
@@ -82,8 +83,8 @@ def judge_line(
     generation: int | None = None,
     known: MutableMapping[int, Record] | None = None,
 ) -> list[Verdict]:
-    """What the rules say of each checkpoint on the lineage of `generation` (None: the newest), ascending. `known`: see
-    `read_records`.
+    """What the rules say of each checkpoint on the lineage of `generation` that the same writer left, ascending; None: of each on
+    the newest lineage, whoever wrote it. `known`: see `read_records`.
 
     Raises: ObjectStore…Error, LineageError.
     """
@@ -92,6 +93,8 @@ def judge_line(
     if generation is None:
         require_recorded(records, refs)
     line = lineage(records, refs, generation)
+    if generation is not None:
+        line = of_one_writer(line, records, generation)
     times = _times(store, line) if retention.needs_times else None
     return judge(held_of(line, flags_among(keys), times), retention.rules())
 

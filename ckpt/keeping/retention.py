@@ -1,7 +1,8 @@
 """Which checkpoints may go. PURE; ckpt/keeping/cleaning.py carries it out after a commit.
 
 A rule says of each checkpoint of a lineage whether it wants to keep it, and why; what no rule wants may go. Rules are values
-and compose by naming several. Whatever they say, these stay: the newest committed checkpoint, the newest *verified* one
+and compose by naming several. Beside a job they count and judge only what its own writer left there (`of_one_writer`): a job,
+known by its name, or scripts. Who goes on from another's checkpoints did not ask for their end, and has a default of its own. Whatever they say, these stay: the newest committed checkpoint, the newest *verified* one
 (the newest may turn out damaged, and then it is all there is), what was exempted by name (`ckpt keep`), and what was set
 aside as damaged, as evidence. What is not committed, off the lineage or of another attempt is not retention's to judge: it
 may be somebody's who still works on it (ckpt/keeping/orphans.py knows what nobody can be working on any more).
@@ -18,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from surefoot.ckpt.manifest import Manifest, ManifestRef, attempt_prefix
+from surefoot.ckpt.record import Record
 
 NEWEST_MIN = 2
 """A single one could turn out damaged when it is needed."""
@@ -169,6 +171,19 @@ def _always(line: Sequence[HeldStep]) -> Iterator[tuple[ManifestRef, str]]:
             yield h.ref, "exempt (ckpt keep)"
         if h.aside:
             yield h.ref, "set aside as damaged"
+
+
+def of_one_writer(
+    line: Iterable[ManifestRef], records: Mapping[int, Record], generation: int
+) -> list[ManifestRef]:
+    """What on a lineage was left by the writer of `generation`. PURE."""
+    mine = _writer(records[generation])
+    return [ref for ref in line if _writer(records[ref.generation]) == mine]
+
+
+def _writer(record: Record) -> str | None:
+    """The name of the job, which outlives its starts and its runs; None: a script, whichever, since those have no names."""
+    return None if record.plan is None else record.plan.get("job")
 
 
 def held_of(

@@ -64,7 +64,7 @@ class CheckpointTable:
     every_s: float | None = None
     """Instead: as often as is worth it (agent/cadence.py); or as soon as so many seconds have passed, by rank 0's clock."""
     keep: int = 3
-    """The newest so many checkpoints of the lineage are kept."""
+    """The newest so many checkpoints that the job wrote are kept, of its lineage; those of scripts stay anyway."""
     keep_every_steps: int | None = None
     """Checkpoints at multiples of this are kept for good."""
     memory_budget: int | None = None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.ckpt.keeping.cleaning import apply_retention
+from surefoot.ckpt.keeping.cleaning import apply_retention, judge_line
 from surefoot.ckpt.keeping.retention import Retention, held_of, judge, objects_of
 from surefoot.ckpt.manifest import (
     LedgerRef,
@@ -18,7 +18,7 @@ from surefoot.ckpt.manifest import (
     object_key,
     part_key,
 )
-from surefoot.ckpt.record import Record, StartRef, create_record
+from surefoot.ckpt.record import Record, StartRef, create_record, list_manifests
 from surefoot.ckpt.store import MemoryObjectStore
 
 
@@ -110,6 +110,25 @@ def test_what_is_off_the_lineage_stays(store: Watching) -> None:
     start = StartRef(generation=1, step=20)
     create_record(store, Record(generation=2, start=start, rollback=True, reason="test", created_by="t"))
     assert apply_retention(store, Retention(newest=2), generation=2) == []
+
+
+def test_rules_count_what_the_same_writer_left(store: Watching) -> None:
+    """A script left three; a job goes on from there, twice, and then a script again: each cleans up after itself alone."""
+    for generation, start, plan in (
+        (2, StartRef(generation=1, step=60), {"job": "gpt"}),
+        (3, StartRef(generation=2, step=80), {"job": "gpt"}),
+        (4, StartRef(generation=3, step=100), None),
+    ):
+        record = Record(generation=generation, start=start, reason="test", created_by="t", plan=plan)
+        create_record(store, record)
+    for generation, step in ((2, 70), (2, 80), (3, 90), (3, 100)):
+        left = Manifest(generation=generation, step=step, attempt="a", world_size=1)
+        store.create(manifest_key(generation, step), encode(left))
+    assert [m.step for m in apply_retention(store, Retention(newest=2), generation=3)] == [70, 80]
+    assert [m.step for m in list_manifests(store)] == [20, 40, 60, 90, 100]
+    assert [m.step for m in apply_retention(store, Retention(newest=2), generation=4)] == [20]
+    judged = judge_line(store, Retention(newest=3))
+    assert [v.ref.step for v in judged if not v.keep] == [40], "gc counts all"
 
 
 def test_a_key_outside_the_attempt_is_never_returned() -> None:
