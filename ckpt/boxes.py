@@ -39,15 +39,17 @@ def intersect(a: Box, b: Box) -> Box | None:
     """What both cover, or None."""
     offset = tuple(map(max, a.offset, b.offset))
     extent = tuple(
-        min(ao + ae, bo + be) - o
-        for ao, ae, bo, be, o in zip(a.offset, a.extent, b.offset, b.extent, offset, strict=True)
+        [
+            min(ao + ae, bo + be) - o
+            for ao, ae, bo, be, o in zip(a.offset, a.extent, b.offset, b.extent, offset, strict=True)
+        ]
     )
-    return None if any(e <= 0 for e in extent) else Box(offset, extent)
+    return None if extent and min(extent) <= 0 else Box(offset, extent)
 
 
 def relative(inner: Box, outer: Box) -> Box:
     """`inner` in the coordinates of `outer`."""
-    return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.extent)
+    return Box(tuple([i - o for i, o in zip(inner.offset, outer.offset, strict=True)]), inner.extent)
 
 
 def stretch(box: Box, begin: int, end: int) -> list[Box]:
@@ -83,10 +85,15 @@ def slab(box: Box, axis: int, start: int, stop: int) -> Box:
 
 def span(outer: Box, inner: Box, itemsize: int) -> tuple[int, int]:
     """Bytes [begin, end) of a row-major `outer` that hold all of `inner`, which lies within it and is not empty."""
-    strides = [math.prod(outer.extent[i + 1 :]) for i in range(len(outer.extent))]
-    first = sum((i - o) * s for i, o, s in zip(inner.offset, outer.offset, strides, strict=True))
-    last = first + sum((e - 1) * s for e, s in zip(inner.extent, strides, strict=True))
-    return first * itemsize, (last + 1) * itemsize
+    first = last = 0
+    stride = itemsize
+    for i, e, o, rows in zip(
+        *map(reversed, (inner.offset, inner.extent, outer.offset, outer.extent)), strict=True
+    ):
+        first += (i - o) * stride
+        last += (e - 1) * stride
+        stride *= rows
+    return first, first + last + itemsize
 
 
 # ---------------------------------------------------------------- which boxes a shard holds

@@ -125,9 +125,20 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def sight(self) -> str:
+        """Names what `look` shows, the same for all processes of this machine that see the same; '' where nothing can be seen."""
+        ...
+
+    def look(self, key: str, start: int, nbytes: int) -> memoryview | None:
+        """Bytes start .. start + nbytes - 1 where they lie, if that is memory: a copy would take longer. Nobody may write to them.
+
+        None where they cannot be seen: `read_into` then brings them, or says why not.
+        """
+        ...
+
     def release(self) -> None:
-        """Let go of what `read_into` keeps open from one call to the next; called when a reading is over. An object that is deleted
-        meanwhile takes its room for as long."""
+        """Let go of what `read_into` and `look` keep open from one call to the next; called when a reading is over. An object that is
+        deleted meanwhile takes its room for as long."""
         ...
 
     def upload(self, key: str, size: int, *, deadline_s: float) -> Upload:
@@ -249,6 +260,12 @@ class MemoryObjectStore:
             view[: len(part)] = part
             at += len(part)
         return at
+
+    def sight(self) -> str:
+        return ""
+
+    def look(self, key: str, start: int, nbytes: int) -> memoryview | None:
+        return None
 
     def release(self) -> None:
         """Nothing is kept."""

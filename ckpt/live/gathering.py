@@ -16,7 +16,7 @@ from surefoot.ckpt.errors import StateMismatchError
 from surefoot.ckpt.format.names import OF_RANK
 from surefoot.ckpt.format.values import tensor_names
 from surefoot.ckpt.live.declared import Boxes
-from surefoot.ckpt.live.leaves import Leaf, dtype_name, leaf_of
+from surefoot.ckpt.live.leaves import PLAIN_TYPES, Leaf, dtype_name, leaf_of
 from surefoot.ckpt.live.overlaps import Claim, clashes, shares_within
 from surefoot.ckpt.live.placing import Placing, Ref
 from surefoot.ckpt.live.scratch import equal_bits, write_once, write_through
@@ -55,6 +55,7 @@ class Load(Placing):
     def __init__(self, source: Source, *, strict: bool) -> None:
         super().__init__(source)
         self.strict = strict
+        self._tensors = source.tensors
         self.wants: list[Want] = []
         self.checks: list[Callable[[], Any]] = []
         self.later: list[Callable[[], Any]] = []
@@ -99,10 +100,13 @@ class Load(Placing):
         return {*self.source.tensors, *self.source.aliases, *self.source.values}
 
     def _stored_tensor(self, name: str) -> str | None:
-        for known in (name, self.source.aliases.get(name)):
-            if known is not None and known in self.source.tensors:
-                self.used.update({name, known})
-                return known
+        if name in self._tensors:
+            self.used.add(name)
+            return name
+        known = self.source.aliases.get(name)
+        if known is not None and known in self._tensors:
+            self.used.update((name, known))
+            return known
         return None
 
     # ---- the end of gathering
@@ -195,16 +199,16 @@ class Load(Placing):
 
     def want(self, names: Sequence[str], tensor: torch.Tensor | Boxes, *, movable: bool = False) -> None:
         """Fill a live tensor that has these names."""
-        if isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
+        if type(tensor) not in PLAIN_TYPES and isinstance(tensor, torch.Tensor) and is_wrapped(tensor):
             self._want_wrapped(names, tensor)
             return
-        found = list(dict.fromkeys(s for n in names if (s := self._stored_tensor(n)) is not None))
+        found = list(dict.fromkeys([s for n in names if (s := self._stored_tensor(n)) is not None]))
         if not found:
             self._refuse_wrapped_or_miss(names, tensor)
             return
         leaf = leaf_of(names[0], tensor)
         for stored in found:
-            meta = self.source.tensors[stored]
+            meta = self._tensors[stored]
             if leaf.meta != meta:
                 self.unlike = self.unlike or stored
                 self.problems.append(
@@ -232,9 +236,11 @@ class Load(Placing):
 
     def _claim(self, leaf: Leaf, tensor: torch.Tensor | Boxes, stored: str, *, movable: bool) -> None:
         """With scratch memory instead of views that cannot simply be written to."""
-        given = [t for _, t in tensor.parts] if isinstance(tensor, Boxes) else [tensor]
-        lazy = any(t.is_conj() or t.is_neg() for t in given if not isinstance(t, DTensor))
-        views = leaf.views if isinstance(tensor, DTensor) or not lazy else tuple(given[: len(leaf.views)])
+        views, lazy = leaf.views, False
+        if not isinstance(tensor, DTensor):
+            given = [t for _, t in tensor.parts] if isinstance(tensor, Boxes) else [tensor]
+            if lazy := any([t.is_conj() or t.is_neg() for t in given]):
+                views = tuple(given[: len(leaf.views)])
         boxes = tuple([h.box for h in leaf.held])
         claim = Claim(name=leaf.name, stored=stored, boxes=boxes, views=views, movable=movable)
         scratch = lazy or any([shares_within(v) for v in views])

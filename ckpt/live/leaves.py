@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import is_lazy
 
 from surefoot.ckpt.boxes import Box, Held, Sharding, held_boxes, intersect, local_shape, relative, whole
@@ -52,7 +52,9 @@ class Leaf:
         return {h.box: i for i, h in enumerate(self.held)}
 
     def holding(self, box: Box) -> int:
-        """Which of the held boxes `box` lies within. Raises ValueError where it lies within none."""
+        """Which of the held boxes `box` lies within. Raises ValueError where there are several, and it lies within none."""
+        if len(self.held) == 1:
+            return 0
         if (known := self._position.get(box)) is not None:
             return known
         for i, h in enumerate(self.held):
@@ -102,7 +104,7 @@ def _bare(t: torch.Tensor) -> torch.Tensor:
 
 def view_of(local: torch.Tensor, held: Held) -> torch.Tensor:
     """The view of a local tensor in which a held box lies."""
-    if tuple(local.shape) == held.box.extent:
+    if local.shape == held.box.extent:
         return local
     return local[tuple(slice(o, o + e) for o, e in zip(held.local, held.box.extent, strict=True))]
 
@@ -152,11 +154,11 @@ def placed(name: str, t: DTensor) -> tuple[torch.Tensor, tuple[Held, ...]]:
         local = local.wait()  # what a collective is still bringing
     if coordinate is None:
         return local, ()
-    if any(p.is_partial() for p in t.placements):
+    if (found := _sharded(t.shape, t.device_mesh, t.placements, coordinate)) is None:
         raise StateError(f"{name}: a DTensor with partial sums has no values yet; redistribute it first")
-    held, expected = _sharded(tuple(t.shape), shardings_of(t, coordinate))
+    held, expected = found
     # FSDP gives the shard of an empty shard another shape, which makes no difference.
-    if tuple(local.shape) != expected and (local.numel() or math.prod(expected)):
+    if local.shape != expected and (local.numel() or math.prod(expected)):
         raise StateError(
             f"{name}: the local tensor has shape {list(local.shape)}, and placements {t.placements} of {list(t.shape)} call for "
             f"{list(expected)}: declare a shard of another form than torch's as ckpt.Boxes"
@@ -184,31 +186,37 @@ def _ranks_in_groups(mesh: DeviceMesh, coordinate: tuple[int, ...]) -> tuple[int
     return tuple(found)
 
 
-def shardings_of(t: DTensor, coordinate: Sequence[int]) -> tuple[Sharding, ...]:
-    """How the mesh dimensions cut the tensor, in the order in which they were applied.
+def shardings_of(
+    dims: int, mesh: DeviceMesh, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> tuple[Sharding, ...]:
+    """How the mesh dimensions cut a tensor of so many dimensions, in the order in which they were applied.
 
     That is from left to right, except for what FSDP does to a tensor that is sharded on the same dimension already: its
     strided shard stands left of the others and says by its factor, the number of their shards, that it cuts each of those.
     Taken from left to right it would come out the same only where everything divides evenly.
     """
     order: list[Sharding] = []
-    for i, p in reversed(list(enumerate(cast("Sequence[Any]", t.placements)))):
+    for i, p in reversed(list(enumerate(cast("Sequence[Any]", placements)))):
         if p.is_replicate():
             continue
-        dim = p.dim % max(t.dim(), 1)
+        dim = p.dim % max(dims, 1)
         factor: int = getattr(p, "split_factor", 1)
         right = math.prod(s.parts for s in order if s.dim == dim)
         if factor > 1 and factor == right:
-            order.append(Sharding(dim, t.device_mesh.size(i), coordinate[i]))
+            order.append(Sharding(dim, mesh.size(i), coordinate[i]))
         else:
-            order.insert(0, Sharding(dim, t.device_mesh.size(i), coordinate[i], factor))
+            order.insert(0, Sharding(dim, mesh.size(i), coordinate[i], factor))
     return tuple(order)
 
 
 @lru_cache(maxsize=65536)
 def _sharded(
-    shape: tuple[int, ...], shardings: tuple[Sharding, ...]
-) -> tuple[tuple[Held, ...], tuple[int, ...]]:
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> tuple[tuple[Held, ...], tuple[int, ...]] | None:
+    """The boxes held here, and the shape of the local tensor; None for partial sums. Thousands of tensors have few layouts."""
+    if any(p.is_partial() for p in placements):
+        return None
+    shardings = shardings_of(len(shape), mesh, placements, coordinate)
     return tuple(held_boxes(shape, shardings)), local_shape(shape, shardings)
 
 
@@ -222,7 +230,7 @@ def part_of(leaf: Leaf, box: Box) -> torch.Tensor:
     if box == outer:
         return view
     inside = relative(box, outer)
-    return view[tuple(slice(o, o + e) for o, e in zip(inside.offset, inside.extent, strict=True))]
+    return view[tuple([slice(o, o + e) for o, e in zip(inside.offset, inside.extent, strict=True)])]
 
 
 def memory_of(t: torch.Tensor) -> torch.Tensor:

@@ -307,10 +307,11 @@ def like_parameter(
     ]
     whole = torch.empty(shape, dtype=dtype, device="meta")
     coordinate = coordinate_in(mesh)
-    cut = DTensor.from_local(
-        whole, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    local = (
+        local_shape(shape, shardings_of(len(shape), mesh, placements, coordinate))
+        if coordinate is not None
+        else (0,)
     )
-    local = local_shape(shape, shardings_of(cut, coordinate)) if coordinate is not None else (0,)
     return DTensor.from_local(
         torch.empty(local, dtype=dtype, device=parameter.to_local().device),
         mesh,

@@ -115,7 +115,11 @@ def _sharded_part(
     Its dimensions that are as long as the shard's are cut like them; one that is not cut stays as it is.
     """
     coordinate = coordinate_in(outer.device_mesh)
-    cut = {s.dim for s in shardings_of(outer, coordinate)} if coordinate is not None else set[int]()
+    cut = (
+        {s.dim for s in shardings_of(outer.dim(), outer.device_mesh, outer.placements, coordinate)}
+        if coordinate is not None
+        else set[int]()
+    )
     if part.dim() == 0:
         return Boxes((), [((), part)])
     alike = [part.dim() == local.dim() and n == m for n, m in zip(part.shape, local.shape, strict=False)]

@@ -25,8 +25,9 @@ from surefoot.ckpt.live.leaves import Leaf, memory_of, part_of
 from surefoot.ckpt.live.source import Want
 from surefoot.ckpt.live.streams import CallersStreams
 from surefoot.ckpt.loading.nodememory import NodeMemory, meet
-from surefoot.ckpt.loading.reading import read_into
+from surefoot.ckpt.loading.reading import look_at, read_into
 from surefoot.ckpt.loading.sharing import Parcel, Party, Vote, bits
+from surefoot.ckpt.planning.plan import ITEMSIZES
 from surefoot.ckpt.planning.readplan import Cut, Need, ReadPlan, Segment
 from surefoot.ckpt.store import ObjectStore
 
@@ -115,6 +116,7 @@ class Carrier:
         for want in wants:
             for h in want.leaf.held:
                 self._leaves.setdefault((want.stored, h.box), []).append(want.leaf)
+        self._whole: dict[tuple[str, Box], memoryview | None] = {}
         self._streams = CallersStreams(v.device for w in wants for v in w.leaf.views)
         self._pinned = bool(self._streams)
         self._scratch = _Scratch(pinned=self._pinned)
@@ -135,41 +137,48 @@ class Carrier:
 
     def _read_private(self, segment: Segment) -> None:
         with torch.no_grad():  # a thread begins with gradients on
-            needs = [n for n in self._plan.needs(segment) if n.ranks >> self._plan.rank & 1]
+            mine = 1 << self._plan.rank
+            needs = [n for n in self._plan.needs(segment) if n.ranks & mine]
             begin, end = self._plan.extent(segment)
+            homes = self._homes(needs)
+            if None in homes and self._take_in(segment):
+                return
             buffer = _Buffer(data=self._scratch.take(end - begin), home=False)
-            views, direct = self._places(needs, begin, end, _bytes_of(buffer.data))
-            self._read(segment, views)
-            if len(direct) < len(needs):
-                late = [
-                    c
-                    for c in self._plan.cuts(segment, 1 << self._plan.rank)
-                    if (c.piece.at, c.held) not in direct
-                ]
-                self._unpack(late, buffer, begin)
+            self._read(segment, _places(needs, homes, begin, end, _bytes_of(buffer.data)))
+            if None in homes:
+                late = {(n.piece.at, n.held) for n, home in zip(needs, homes, strict=True) if home is None}
+                cuts = self._plan.cuts(segment, mine)
+                self._unpack([c for c in cuts if (c.piece.at, c.held) in late], buffer, begin)
             self._scratch.give(buffer)
 
-    def _places(
-        self, needs: Sequence[Need], begin: int, end: int, scratch: memoryview
-    ) -> tuple[list[memoryview], set[tuple[int, Box]]]:
-        """Where each byte of a segment goes: into live tensors where that can be, else into scratch. And which needs (by piece
-        and wanted box) are served by that. Where needs overlap, scratch has to hold the bytes for all of them."""
-        views: list[memoryview] = []
-        direct: set[tuple[int, Box]] = set()
-        at = begin
-        disjoint = all(n.end <= after.begin for n, after in itertools.pairwise(needs))
-        for n in needs:
-            if not disjoint or (live := self._live(n)) is None:
-                continue
-            a, b = max(n.begin, begin), min(n.end, end)
-            if a > at:
-                views.append(scratch[at - begin : a - begin])
-            views.append(_bytes_of(live[a - n.begin : b - n.begin]))
-            direct.add((n.piece.at, n.held))
-            at = b
-        if end > at:
-            views.append(scratch[at - begin : end - begin])
-        return views, direct
+    def _homes(self, needs: Sequence[Need]) -> list[memoryview | None]:
+        """The live memory of each need whose bytes can go straight there; where needs overlap, none can."""
+        if any(n.end > after.begin for n, after in itertools.pairwise(needs)):
+            return [None] * len(needs)
+        return [self._home(n) for n in needs]
+
+    def _home(self, n: Need) -> memoryview | None:
+        if n.box != n.held:
+            return None if (live := self._live(n)) is None else _bytes_of(live)
+        key = n.piece.name, n.held
+        if key not in self._whole:  # a large one is met in many segments
+            self._whole[key] = None if (live := self._live(n)) is None else _bytes_of(live)
+        return self._whole[key]
+
+    def _take_in(self, segment: Segment) -> bool:
+        """Copy what this rank wants from where the segment lies, block by block: what was just checked is in the cache. False where
+        it cannot be seen."""
+        if self._pinned:
+            return False  # for accelerators page-locked memory is worth the copy
+        source = self._plan.objects[segment.source]
+        for block in self._plan.blocks(segment):
+            there = look_at(self._store, source, block.first, checked=self._plan.checks(block))
+            if there is None:
+                return False
+            data = torch.frombuffer(there, dtype=torch.uint8)
+            cuts = self._plan.cuts(block, 1 << self._plan.rank)
+            self._unpack(cuts, _Buffer(data=data, home=False), self._plan.extent(block)[0])
+        return True
 
     def _read(self, s: Segment, views: Sequence[memoryview]) -> None:
         read_into(self._store, self._plan.objects[s.source], s.first, s.stop, views)
@@ -317,13 +326,10 @@ class Carrier:
     def _live(self, need: Need) -> torch.Tensor | None:
         """The live memory (uint8) of a need, if its bytes lie in it as they are stored, and only there."""
         leaves = self._leaves[need.piece.name, need.held]
-        if len(leaves) != 1:
+        if len(leaves) != 1 or need.end - need.begin != need.box.numel * ITEMSIZES[leaves[0].meta.dtype]:
             return None
         view = part_of(leaves[0], need.box)
-        nbytes = view.numel() * view.element_size()
-        if view.device.type != "cpu" or not view.is_contiguous() or need.end - need.begin != nbytes:
-            return None
-        return memory_of(view)
+        return memory_of(view) if view.device.type == "cpu" and view.is_contiguous() else None
 
     def _unpack(self, cuts: Sequence[Cut], buffer: _Buffer, begin: int | None) -> None:
         """Copy what this rank wants of `cuts`. The buffer holds them as they are stored, from byte `begin` of the data section
@@ -338,6 +344,25 @@ class Carrier:
                     for leaf in self._leaves[c.piece.name, c.held]:
                         part_of(leaf, c.box).view(stored.dtype).copy_(stored, non_blocking=self._pinned)
             self._streams.synchronize()  # the buffer is used again
+
+
+def _places(
+    needs: Sequence[Need], homes: Sequence[memoryview | None], begin: int, end: int, scratch: memoryview
+) -> list[memoryview]:
+    """Where each byte of a segment goes: into live memory where a need has such, else into scratch."""
+    views: list[memoryview] = []
+    at = begin
+    for n, home in zip(needs, homes, strict=True):
+        if home is None:
+            continue
+        a, b = max(n.begin, begin), min(n.end, end)
+        if a > at:
+            views.append(scratch[at - begin : a - begin])
+        views.append(home[a - n.begin : b - n.begin])
+        at = b
+    if end > at:
+        views.append(scratch[at - begin : end - begin])
+    return views
 
 
 def _bytes_of(t: torch.Tensor) -> memoryview:

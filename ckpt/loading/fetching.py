@@ -46,6 +46,8 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     on_device: bool = False
     machine: str = ""
     """Where its page cache is."""
+    memory: str = ""
+    """Where the objects lie that it can look at; '' for none."""
     damaged: str = ""
     """The key of a damaged object."""
     mismatch: bool = False
@@ -188,6 +190,7 @@ class ManifestSource:
         word = _Word(
             wants=xxhash.xxh3_128_hexdigest(encoded),
             machine=machine(),
+            memory=f"{machine()} {sight}" if (sight := self._store.sight()) else "",
             on_device=bool(wants) and all(v.is_cuda for w in wants for v in w.leaf.views),
         )
         words = self._tell_all(_refusal(refusal) if refusal else _failure(damage) if damage else word)
@@ -196,7 +199,7 @@ class ManifestSource:
         _raise_first(words, damage)
         self._party.settle(on_device=all(w.on_device for w in words))
         wishes = self._wishes(wish, encoded, [w.wants for w in words])
-        self._make_plan(wish, wishes, neighbours([w.machine for w in words]))
+        self._make_plan(wish, wishes, alike([w.machine for w in words]), alike([w.memory for w in words]))
         of_all = [set(w.unused) for _, w in wishes]
         # An imported entry that says no more than the step of the checkpoint is nothing that a state lacks.
         told = self._manifest.facts.get("step_entry")
@@ -226,7 +229,13 @@ class ManifestSource:
             if data
         ]
 
-    def _make_plan(self, mine: _Wish, wishes: Sequence[tuple[int, _Wish]], together: Sequence[int]) -> None:
+    def _make_plan(
+        self,
+        mine: _Wish,
+        wishes: Sequence[tuple[int, _Wish]],
+        neighbours: Sequence[int],
+        onlookers: Sequence[int],
+    ) -> None:
         party = self._party
         nearby = getattr(self._store, "nearby", False)
         pace = NEARBY if nearby else FAR
@@ -238,7 +247,8 @@ class ManifestSource:
                 rank=party.rank,
                 world_size=party.world_size,
                 pace=pace,
-                neighbours=together if nearby else (),
+                neighbours=neighbours if nearby else (),
+                onlookers=onlookers,
             )
         else:
             self._plan = plan_reads(self._manifest, [(1, mine.boxes)], rank=0, world_size=1, pace=pace)
@@ -360,9 +370,10 @@ def machine() -> str:
         return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def neighbours(machines: Sequence[str]) -> list[int]:
-    """The ranks (bits) on each machine, of those that several are on. PURE."""
+def alike(names: Sequence[str]) -> list[int]:
+    """The ranks (bits) that have the same name, where several have it; '' is none. PURE."""
     found: dict[str, int] = {}
-    for rank, name in enumerate(machines):
-        found[name] = found.get(name, 0) | 1 << rank
+    for rank, name in enumerate(names):
+        if name:
+            found[name] = found.get(name, 0) | 1 << rank
     return [ranks for ranks in found.values() if ranks.bit_count() > 1]

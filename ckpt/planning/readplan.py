@@ -4,7 +4,8 @@ All ranks of a load tell each other which boxes they want (the manifest they sha
 out, for every object, which blocks hold bytes that anybody wants, and by whom. Blocks that one rank wants are read by that
 rank. Blocks that several want are read by one of them, the one with the least to read so far, and passed on: every block
 is read once per job, and what nobody wants is not read. Ranks that have a page cache in common, *neighbours*, each read for themselves
-what nobody else wants: the kernel reads it once.
+what nobody else wants: the kernel reads it once. Where objects lie in memory that ranks can look at, those that see the same memory
+divide the checking of what they all want, block by block: who copies a block need not be who compares it with its checksum.
 
     needs      where a wanted box meets a stored piece: a range of bytes of the object, and the ranks that want it
     segment    a run of neighbouring blocks with the same ranks; what is read, verified and passed on at once
@@ -107,12 +108,14 @@ class ReadPlan:
         itemsizes: Mapping[str, int],
         pace: Pace,
         neighbours: Sequence[int] = (),
+        onlookers: Sequence[int] = (),
     ) -> None:
         self.objects = objects
         self.rank = rank
         self.world_size = world_size
         self.pace = pace
         self._needs = needs
+        self._onlookers = onlookers
         self._ends = [list(itertools.accumulate((n.end for n in of), max)) for of in needs]
         self._itemsizes = itemsizes
         self.private = tuple(
@@ -125,6 +128,18 @@ class ReadPlan:
     def extent(self, segment: Segment) -> tuple[int, int]:
         """Bytes [begin, end) of the data section."""
         return _extent(self.objects[segment.source], segment)
+
+    def blocks(self, segment: Segment) -> Iterator[Segment]:
+        """Its blocks, each as a segment."""
+        for i in range(segment.first, segment.stop):
+            yield segment._replace(first=i, stop=i + 1)
+
+    def checks(self, block: Segment) -> bool:
+        """Does this rank compare the block with its checksum, if it looks at it where it lies?"""
+        if all(block.ranks & ~together for together in self._onlookers):
+            return True
+        members = [r for r in range(block.ranks.bit_length()) if block.ranks >> r & 1]
+        return members[block.first % len(members)] == self.rank
 
     def needs(self, segment: Segment) -> Iterator[Need]:
         """The needs that have bytes in the segment, by position."""
@@ -145,6 +160,9 @@ class ReadPlan:
             if not n.ranks & ranks:
                 continue
             itemsize = self._itemsizes[n.piece.name]
+            if begin <= n.begin and n.end <= end:
+                found.append(Cut(n.piece, n.held, n.box, n.begin, n.end, n.box.numel * itemsize, n.ranks))
+                continue
             piece = Box(n.piece.offset, n.piece.extent)
             at = n.piece.at
             for box in clip(piece, n.box, -(-(begin - at) // itemsize), (end - at) // itemsize):
@@ -187,6 +205,7 @@ def plan_reads(
     world_size: int,
     pace: Pace = NEARBY,
     neighbours: Sequence[int] = (),
+    onlookers: Sequence[int] = (),
 ) -> ReadPlan:
     """Plan a load.
 
@@ -194,6 +213,7 @@ def plan_reads(
         wants: who (as bits) wants what; ranks that want the same may stand together. Only tensors of the manifest.
         rank: whose plan: what it has no part in is left out.
         neighbours: sets of ranks (bits) that have a page cache in common.
+        onlookers: sets of ranks (bits) that look at the objects in the same memory.
         manifest: one that is readable (`require_readable`).
     """
     itemsizes = {name: ITEMSIZES[meta.dtype] for name, meta in manifest.tensors.items()}
@@ -240,6 +260,7 @@ def plan_reads(
         itemsizes=itemsizes,
         pace=pace,
         neighbours=neighbours,
+        onlookers=onlookers,
     )
 
 
@@ -308,7 +329,8 @@ def _needs_of(
             continue
         box = Box(piece.offset, piece.extent)
         for held, part, ranks in index.meeting(box):
-            a, b = span(box, part, itemsizes[piece.name])
+            itemsize = itemsizes[piece.name]
+            a, b = (0, box.numel * itemsize) if part is box else span(box, part, itemsize)
             yield Need(piece.at + a, piece.at + b, piece, held, part, ranks)
 
 

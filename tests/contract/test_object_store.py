@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,23 @@ SHARED = Session()
 """To make an S3 client takes longer than most tests."""
 
 
-@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
+@pytest.fixture
+def memory_fs() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(
+    params=["memory", "file", "tmpfs", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     match request.param:
         case "memory":
             return MemoryObjectStore()
         case "file":
             return open_store((tmp_path / "root").as_uri())
+        case "tmpfs":
+            return open_store((request.getfixturevalue("memory_fs") / "root").as_uri())
         case _:
             bucket, _, prefix = request.getfixturevalue("s3_url").removeprefix("s3://").partition("/")
             return S3ObjectStore(bucket, prefix, deadline_s=30.0, part_nbytes=5 * 2**20, session=SHARED)
@@ -197,6 +208,19 @@ def test_read_into_of_a_missing_object(store: ObjectStore) -> None:
         store.read_into("k", 0, [memoryview(buffer)])
     with pytest.raises(ObjectMissingError, match="other"):
         store.read_into("other", 0, [memoryview(buffer)])
+
+
+def test_what_can_be_looked_at_is_what_would_be_read(store: ObjectStore) -> None:
+    store.create("k", b"0123456789")
+    assert store.sight() == store.sight()
+    for start, nbytes in ((0, 10), (2, 5), (10, 0)):
+        found = store.look("k", start, nbytes)
+        assert (found is None) == (not store.sight())
+        assert found is None or bytes(found) == b"0123456789"[start : start + nbytes]
+    assert store.look("k", 3, 8) is None, "the object ends before"
+    assert store.look("k", -1, 2) is None
+    assert store.look("other", 0, 1) is None
+    store.release()
 
 
 # ---------------------------------------------------------------- upload

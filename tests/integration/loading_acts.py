@@ -60,6 +60,14 @@ class Counting:
         self._count(key, nbytes)
         return nbytes
 
+    def look(self, key: str, start: int, nbytes: int) -> memoryview | None:
+        if self._left is not None:
+            return None
+        if (found := self._store.look(key, start, nbytes)) is not None:
+            self.ranges.add((key, start, nbytes))
+            self._count(key, nbytes)
+        return found
+
     def _count(self, key: str, nbytes: int) -> None:
         with self._counting:
             self.read_nbytes[key] = self.read_nbytes.get(key, 0) + nbytes
@@ -121,7 +129,7 @@ def save(root: str, layout: str, *steps: int) -> None:
 
 
 def load(root: str, layout: str, by: str = "", fail_rank: int = -1, fail_after: int = 0) -> dict[str, Any]:
-    """Returns what was read by this rank, and how the load ended. `by`: how ranks share it: a machine's "pages"; as
+    """Returns what was read by this rank, and how the load ended. `by`: how ranks share it: a machine's "pages" (or "memory fs"); as
     if each had a machine of its own, the "memory" of the one that reads, or messages of the "group"."""
     fetching.NEARBY = fetching.NEARBY._replace(round_nbytes=2**20)  # every block is a round of its own
     nodememory.ENABLED = by != "group"

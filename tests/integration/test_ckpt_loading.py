@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ Ranks = Callable[..., list[Any]]
 @pytest.fixture
 def root(tmp_path: Path) -> str:
     return (tmp_path / "root").as_uri()
+
+
+@pytest.fixture
+def memory_fs() -> Iterator[str]:
+    """A root on a tmpfs, whose objects ranks look at instead of reading them."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        root = (Path(folder) / "root").as_uri()
+        yield root
 
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
@@ -65,16 +74,29 @@ def data_read(
         ("ddp", 2, "fsdp", 4, "pages"),
         ("ddp", 2, "fsdp", 4, "memory"),
         ("ddp", 2, "fsdp", 4, "group"),
+        ("ddp", 1, "ddp", 4, "memory fs"),
+        ("fsdp", 4, "fsdp", 3, "memory fs"),
+        ("fsdp", 2, "tp", 4, "memory fs"),
+        ("tp", 2, "hsdp", 4, "memory fs"),
     ],
 )
 def test_every_byte_is_read_once_per_job(
-    ranks: Ranks, root: str, saved: str, by: int, loaded: str, on: int, shared_by: str
+    request: pytest.FixtureRequest,
+    ranks: Ranks,
+    root: str,
+    saved: str,
+    by: int,
+    loaded: str,
+    on: int,
+    shared_by: str,
 ) -> None:
     """CKP-43 (8 data-parallel ranks), and its siblings: whatever the layouts, and float8 as well."""
+    if shared_by == "memory fs":
+        root = request.getfixturevalue("memory_fs")
     ranks(by, "loading_acts:save", root, saved, 20)
     told = ranks(on, "loading_acts:load", root, loaded, shared_by)
     assert [t["error"] for t in told] == [""] * on
-    read, stored = data_read(told, open_store(root), by_kernel=shared_by == "pages")
+    read, stored = data_read(told, open_store(root), by_kernel=shared_by in ("pages", "memory fs"))
     assert read == stored
     manifests = [sum(n for key, n in t["read"].items() if key.endswith("manifest.json")) for t in told]
     assert manifests[1:] == [0] * (on - 1), "rank 0 reads the manifest for all"
@@ -96,6 +118,25 @@ def test_a_rank_that_fails_in_the_middle_fails_all_and_none_hangs(
             assert "the cable is out" in t["error"], t
             kind = "ObjectStoreUnavailableError" if rank == fail_rank else "ElsewhereError: rank"
             assert t["error"].startswith(kind)
+
+
+def test_damage_is_found_by_whoever_of_those_that_look_checks_the_block(ranks: Ranks, memory_fs: str) -> None:
+    """All want a part of every block of two tensors, and each block is checked by one of them: whoever it is, all fall back."""
+    ranks(2, "loading_acts:save", memory_fs, "fsdp", 20, 40)
+    store = open_store(memory_fs)
+    manifest, _ = find(store, 40)
+    for source in manifest.objects:
+        whole = store.read(source.key)
+        for block in range(len(source.checksums)):
+            data = bytearray(whole)
+            data[source.data_start + block * source.block_nbytes + 5] ^= 1
+            replace(store, source.key, bytes(data))
+            told = ranks(2, "loading_acts:load", memory_fs, "tp")
+            assert [(t["error"], t["step"]) for t in told] == [("", 20)] * 2
+            assert source.key in told[0]["passed_over"][0][1]
+            for flag in [o.key for o in store.list("gen-") if o.key.endswith("aside.json")]:
+                store.delete(flag)
+        replace(store, source.key, whole)
 
 
 def flip_last_block(root: str, step: int, rank: int) -> str:

@@ -105,6 +105,12 @@ class TrackedStore:
     def read_into(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         return self._do("read_into", key, lambda: self._inner.read_into(key, start, views))
 
+    def sight(self) -> str:
+        return ""
+
+    def look(self, key: str, start: int, nbytes: int) -> memoryview | None:
+        return None
+
     def release(self) -> None:
         self._inner.release()
 

@@ -7,7 +7,9 @@ import os
 import re
 import resource
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -46,6 +48,39 @@ def test_leftover_temporaries_are_never_listed_nor_read(store: FileObjectStore, 
     assert [o.key for o in store.list("")] == ["a/k"]
     with pytest.raises(ValueError, match="object key"):
         store.read("a/.tmp-123-abc")
+
+
+@pytest.fixture
+def in_memory() -> Iterator[FileObjectStore]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield FileObjectStore(Path(folder) / "root")
+
+
+def test_whoever_looks_at_an_object_cannot_change_it(in_memory: FileObjectStore) -> None:
+    in_memory.create("k", b"0123456789")
+    found = in_memory.look("k", 4, 3)
+    assert found is not None
+    found[:] = b"---"
+    assert in_memory.read("k") == b"0123456789"
+
+
+def test_what_is_looked_at_outlives_its_deletion(in_memory: FileObjectStore) -> None:
+    in_memory.create("k", b"0123456789")
+    found = in_memory.look("k", 4, 3)
+    in_memory.delete("k")
+    in_memory.release()
+    assert found is not None
+    assert bytes(found) == b"456"
+    assert in_memory.look("k", 4, 3) is None
+
+
+def test_a_file_that_was_cut_short_is_no_bus_error(in_memory: FileObjectStore) -> None:
+    """Somebody cuts it after it was opened: touching what is no longer there would kill this process."""
+    in_memory.create("k", bytes(3 * 2**20))
+    assert in_memory.look("k", 0, 2**20) is not None
+    os.truncate(Path(unquote(urlsplit(in_memory.root).path), "k"), 2**20)
+    assert in_memory.look("k", 2 * 2**20, 2**20) is None
+    assert in_memory.read_into("k", 2 * 2**20, [memoryview(bytearray(2**20))]) == 0
 
 
 def test_no_temporary_is_left(store: FileObjectStore, tmp_path: Path) -> None:

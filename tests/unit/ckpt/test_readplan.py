@@ -133,6 +133,31 @@ def test_every_wanted_block_is_read_once_and_no_other(case: int) -> None:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
+def test_ranks_that_look_at_the_same_memory_divide_the_checking(case: int) -> None:
+    """Every block is checked by one of those that want it; by each of them where they do not see the same."""
+    manifest, wants = CASES[case]
+    world = len(wants)
+    everybody = (1 << world) - 1
+    told = [(1 << r, w) for r, w in enumerate(wants)]
+    for onlookers in ([everybody], [everybody & ~1], []):
+        plans = [
+            plan_reads(manifest, told, rank=r, world_size=world, neighbours=[everybody], onlookers=onlookers)
+            for r in range(world)
+        ]
+        by: dict[tuple[int, int], list[int]] = {}
+        checked: dict[tuple[int, int], list[int]] = {}
+        for rank, plan in enumerate(plans):
+            for block in (b for s in plan.private for b in plan.blocks(s)):
+                by.setdefault((block.source, block.first), []).append(rank)
+                if plan.checks(block):
+                    checked.setdefault((block.source, block.first), []).append(rank)
+        assert set(by) == wanted_blocks(manifest, wants)
+        for block, members in by.items():
+            together = any(set(members) <= {r for r in range(world) if o >> r & 1} for o in onlookers)
+            assert checked[block] == ([members[block[1] % len(members)]] if together else members)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
 def test_everything_a_rank_wants_reaches_it_exactly_once(case: int) -> None:
     manifest, wants = CASES[case]
     for rank, plan in enumerate(plans_of(manifest, wants)):
