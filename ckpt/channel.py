@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from surefoot.ckpt.lives import card
+from surefoot.ckpt.lives import card, runs
 from surefoot.ckpt.storeline import ChannelError, Line
 from surefoot.ckpt.vigil import LOOKS, Vigil, beat, named, seen_to_run, trouble
 
@@ -164,7 +165,10 @@ class Solo:
 class StoreChannel:
     """Over a TCPStore that the group's first rank hosts. See `open_channel`."""
 
-    def __init__(self, rank: int, world_size: int, host: str, port: int, own: Any, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, host: str, port: int, own: Any, timeout_s: float, first: str = ""
+    ) -> None:
+        """`first`: the card of rank 0's process (ckpt/lives.py)."""
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
@@ -174,8 +178,9 @@ class StoreChannel:
         self._hosts = own is not None
         store = own or _reached(host, port, timeout_s)
         store.set(f"p/{rank}", card())
-        self._fore = Line(store, own=self._hosts)
-        self._back = Line(_reached(host, port, timeout_s), own=self._hosts)
+        there = partial(runs, first)
+        self._fore = Line(store, own=self._hosts, runs=there)
+        self._back = Line(_reached(host, port, timeout_s), own=self._hosts, runs=there)
         beat_s = max(SILENT_S / LOOKS, OPS_PER_BEAT * world_size / POLLS_PER_S)
         self._vigil = Vigil(self._back, rank, world_size, beat_s, self._told)
         self._in_call = self._closed = False
@@ -462,14 +467,15 @@ def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
         own = TCPStore(name, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         for kind, value in (("b", "0"), ("l", ""), ("x", "")):
             own.multi_set([f"{kind}/{r}" for r in range(world_size)], [value] * world_size)
-        meeting.set(key, f"{name} {own.port}")
+        meeting.set(key, f"{name} {own.port} {card()}")
     try:
-        name, port = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode().split()
+        word = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode()
     except (RuntimeError, dist.DistError) as e:
         raise ChannelError(
             f"rank {rank} waited {timeout_s:.0f} s for rank 0 to open the checkpointer as well: all ranks of the group have to"
         ) from e
-    return StoreChannel(rank, world_size, name, int(port), own, timeout_s)
+    name, port, first = word.split(" ", 2)
+    return StoreChannel(rank, world_size, name, int(port), own, timeout_s, first)
 
 
 def _meeting_place(group: dist.ProcessGroup | None) -> tuple[Any, str]:

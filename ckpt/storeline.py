@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -28,11 +29,15 @@ class Line:
     A TCPStore has no limit for an answer: while its process is stopped, even a wait with a timeout does not end. So a thread makes
     the calls, one after the other, and what is not answered in time is left to it. Where the store is this process's own, it makes
     them itself.
+
+    Args:
+        runs: is rank 0's process seen to run? Then it is only slow to answer, and waited for.
     """
 
-    def __init__(self, store: Any, *, own: bool = False) -> None:
+    def __init__(self, store: Any, *, own: bool = False, runs: Callable[[], bool] = lambda: False) -> None:
         self.store = store
         self._own = own
+        self._runs = runs
         self._asked: SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -43,12 +48,14 @@ class Line:
         if self._own:
             return ask(self.store)
         answer = self._awaited = self._put(ask)
-        for _ in range(SLICES):
+        for n in itertools.count(1):
             try:
                 return answer.result(within_s / SLICES)
             except TimeoutError:
                 if answer.done():
                     raise
+            if n >= SLICES and not self._runs():
+                break
         error = ChannelError(
             f"rank 0 has not answered for {within_s:.0f} s: its process is stopped or hangs, or its machine is cut off"
         )

@@ -172,6 +172,20 @@ def test_a_call_that_is_not_answered_ends() -> None:
     line.end()
 
 
+def test_an_answer_of_a_process_that_runs_is_waited_for() -> None:
+    gate, looked = threading.Event(), threading.Event()
+
+    def runs() -> bool:
+        gate.set()
+        looked.set()
+        return True
+
+    line = Line(None, runs=runs)
+    assert line.call(lambda _: gate.wait(), 0.01)
+    assert looked.is_set(), "it was late"
+    line.end()
+
+
 def test_a_call_can_be_failed_from_another_thread() -> None:
     gate, begun = threading.Event(), threading.Event()
     line = Line(None)
