@@ -39,17 +39,17 @@ class StagingBuffer:
         self.view = memoryview(self._map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._closing = False
-        self._toucher = threading.Thread(target=self._touch, name="ckpt-touch", daemon=True)
-        self._toucher.start()
+        self._touched = threading.Event()
+        threading.Thread(target=self._touch, name="ckpt-touch", daemon=True).start()
 
     def ready(self) -> None:
-        """Wait until all of it is touched."""
-        self._toucher.join()
+        """Wait until all of it is touched. (Not by joining the thread: see `Flight.join`.)"""
+        self._touched.wait()
 
     def close(self) -> None:
         """The memory goes now; where somebody still has a view into it, with the last such view."""
         self._closing = True
-        self._toucher.join()
+        self._touched.wait()
         os.close(self.fd)
         try:
             self.view.release()
@@ -58,6 +58,12 @@ class StagingBuffer:
             return
 
     def _touch(self) -> None:
+        try:
+            self._touch_all()
+        finally:
+            self._touched.set()
+
+    def _touch_all(self) -> None:
         _madvise(self._address, self.nbytes, MADV_HUGEPAGE)  # where shared memory may have large pages
         for at in range(0, self.nbytes, TOUCH_NBYTES):
             if self._closing:

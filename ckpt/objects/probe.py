@@ -103,18 +103,23 @@ def _race(n: int, creates: Callable[[int], bool]) -> list[int]:
     errors: list[Exception] = []
 
     def run(i: int) -> None:
-        begin.wait()
         try:
+            begin.wait()
             if creates(i):
                 winners.append(i)
+        except threading.BrokenBarrierError:
+            pass  # not all of them were started
         except Exception as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(n)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        begin.abort()  # after Ctrl-C in between nobody waits for ever
     if errors:
         raise errors[0]
     return sorted(winners)

@@ -9,20 +9,15 @@ the memory budget, is written straight from live memory instead.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from surefoot.ckpt.channel import Channel, open_channel
 from surefoot.ckpt.errors import (
     CkptError,
-    CkptUserError,
     FencedError,
 )
 from surefoot.ckpt.keeping.retention import Retention
@@ -33,6 +28,7 @@ from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_
 from surefoot.ckpt.record import StartRef, read_records
 from surefoot.ckpt.saving.agreement import Agreement
 from surefoot.ckpt.saving.cadence import Cadence
+from surefoot.ckpt.saving.calls import Calls
 from surefoot.ckpt.saving.equipment import Equipment
 from surefoot.ckpt.saving.generation import OwnGeneration
 from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
@@ -45,8 +41,6 @@ __all__ = ["Checkpointer", "SaveHandle"]
 
 _log = logging.getLogger(__name__)
 
-CHANNEL_TIMEOUT_S = 300.0
-"""How long ranks wait for each other at a save or load: they may come to it at different times."""
 TIDY_S = 60.0
 """How long `close` waits for what is being deleted."""
 WAITED_S = 0.1
@@ -97,7 +91,7 @@ class Checkpointer:
         self._skips = busy == "skip"
         self._resume_tries = resume_tries
         self._resume: Resume | None = None
-        self._channel: Channel | None = None
+        self._calls = Calls(group)
         self._equipment: Equipment | None = None
         self._own = OwnGeneration(self._store, start_over=start_over)
         self._agreement = Agreement(self._store.root, self._own)
@@ -116,10 +110,6 @@ class Checkpointer:
         self._last_commit: tuple[int, float] | None = None
         """On rank 0: its step, and when, on the monotonic clock."""
         self._fenced: FencedError | None = None
-        self._owner = os.getpid()
-        self._calling = threading.Lock()
-        self._call = ExitStack()
-        """Of the call under way, which all ranks make together."""
 
     # ---- public
 
@@ -140,10 +130,10 @@ class Checkpointer:
 
         Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
         """
-        with self._one_at_a_time():
+        with self._calls.one():
             loaded = self._load(state, step, strict=strict, wait_s=wait_s)
             if loaded is not None and self._resume is None:
-                self._resume = note_start(self._store, self._opened(), loaded)
+                self._resume = note_start(self._store, self._calls.channel(), loaded)
             self._prepare(state)
             return loaded
 
@@ -153,7 +143,7 @@ class Checkpointer:
 
         A state that cannot be saved is no error here, but for one that is no mapping; and who has saved already is ready.
         """
-        with self._one_at_a_time():
+        with self._calls.one():
             self._prepare(state)
 
     def _prepare(self, state: Mapping[str, Any]) -> None:
@@ -161,7 +151,7 @@ class Checkpointer:
         equipment = self._equipped()
         if equipment.live.known:
             return
-        verdict, _ = self._agreement.ask(0, state, {}, equipment.live, self._opened())
+        verdict, _ = self._agreement.ask(0, state, {}, equipment.live, self._calls.channel())
         if not verdict.failure and not verdict.roots:
             try:
                 if verdict.fresh:
@@ -194,9 +184,9 @@ class Checkpointer:
         Raises what went wrong with the earlier save; of this one: StateError, CoverageError, StaleStartError (the root has moved
         on since the load), ObjectStore…Error; if blocking, what `SaveHandle.wait` raises.
         """
-        self._require_mine()
+        self._calls.require_mine()
         require_mapping(state)
-        with self._one_at_a_time():
+        with self._calls.one():
             return self._save(whole_step(step), state, cursor, extra, blocking=blocking, force=force)
 
     def _save(
@@ -214,7 +204,9 @@ class Checkpointer:
             return self._latest
         handle = SaveHandle(step)
         uploading = self._in_flight is not None and not self._in_flight.done()
-        due = self._cadence.due(step, self._opened, lambda: read_records(self._store), uploading=uploading)
+        due = self._cadence.due(
+            step, self._calls.channel, lambda: read_records(self._store), uploading=uploading
+        )
         if not due and not force:
             handle.finish(None)
             return handle
@@ -227,7 +219,7 @@ class Checkpointer:
         equipment, plain = self._equipped(), {"cursor": cursor, "extra": extra}
         with no_collection():
             try:
-                self._takeoff.begin(handle, state, plain, equipment, self._opened(), blocking=blocking)
+                self._takeoff.begin(handle, state, plain, equipment, self._calls.channel(), blocking=blocking)
             finally:
                 equipment.live.forget()
         self._in_flight = self._latest = handle
@@ -239,8 +231,8 @@ class Checkpointer:
     def continue_from_newest(self) -> None:
         """Let the first save continue from the newest step in the root, as if that had been loaded. For a caller who knows that
         the state he holds came after it."""
-        with self._one_at_a_time():
-            if self._opened().rank != 0:
+        with self._calls.one():
+            if self._calls.channel().rank != 0:
                 return
             self._own.look_around()
             line = find_line(self._store)
@@ -253,14 +245,19 @@ class Checkpointer:
         What retention lets go is deleted by rank 0, and gone when its `close` returns; others do not wait for it. In a process
         that was forked from this one it does nothing.
         """
-        if not self._mine:
+        if not self._calls.mine:
             return
-        with self._one_at_a_time():
+        with self._calls.one():
             try:
                 self._settle()
                 self._settle_resume()
-            finally:
+            except Exception:
                 self._release(TIDY_S)
+                raise
+            except BaseException as e:
+                self._close_after(e)
+                raise
+            self._release(TIDY_S)
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +265,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        if error is None or not self._mine:
+        if error is None or not self._calls.mine:
             self.close()
             return
         if isinstance(error, Exception):
@@ -283,7 +280,7 @@ class Checkpointer:
     ) -> Loaded | None:
         """`load` without a resume marker, and without getting ready."""
         require_mapping(state)
-        channel = self._opened()
+        channel = self._calls.channel()
         self._settle()
         if channel.rank == 0:
             self._own.look_around()
@@ -305,51 +302,16 @@ class Checkpointer:
                     _log.warning("step %d was passed over: %s", passed, why.removesuffix(ADVICE))
         return loaded
 
-    def _opened(self) -> Channel:
-        self._require_mine()
-        if self._channel is None:
-            self._channel = open_channel(self._group, CHANNEL_TIMEOUT_S)
-            self._call.enter_context(self._channel.one_call())
-        return self._channel
-
     def _equipped(self) -> Equipment:
         if self._equipment is None:
-            self._equipment = Equipment(self._store, self._opened(), self._memory_budget)
+            self._equipment = Equipment(self._store, self._calls.channel(), self._memory_budget)
         return self._equipment
-
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        """Raises CkptUserError where another call is under way, in another thread or below a signal handler: what one has looked at
-        would be saved as the other's."""
-        if not self._calling.acquire(blocking=False):
-            raise CkptUserError(
-                "another call of this Checkpointer is under way, in another thread or interrupted by this signal handler: calls come one "
-                "after the other, on all ranks in the same order; let a handler set a flag, and save in the training loop"
-            )
-        try:
-            with ExitStack() as self._call:
-                if self._channel is not None:
-                    self._call.enter_context(self._channel.one_call())
-                yield
-        finally:
-            self._calling.release()
-
-    @property
-    def _mine(self) -> bool:
-        """False in a process that was forked from the owner's: connections and uploader are the owner's to use and to end."""
-        return os.getpid() == self._owner
-
-    def _require_mine(self) -> None:
-        if not self._mine:
-            raise CkptUserError(
-                f"this Checkpointer belongs to process {self._owner}, from which this one was forked: make another one here"
-            )
 
     def _under_way(self, step: int) -> bool:
         """Is the save before this one still under way on any rank? All hear the same."""
         before = self._in_flight
         mine = b"1" if before is not None and not before.done() else b""
-        channel = self._opened()
+        channel = self._calls.channel()
         busy = bool(channel.decide(mine, lambda words: b"1" if any(words) else b""))
         if busy and channel.rank == 0 and before is not None:
             age = "nothing is committed yet"
@@ -379,6 +341,9 @@ class Checkpointer:
                 self._fenced = e
             if not told:
                 raise
+        except BaseException:  # Ctrl-C ends the waiting, and not the save
+            self._in_flight = handle
+            raise
         finally:
             waited_s = time.monotonic() - begun
             if waited_s > WAITED_S:
@@ -416,6 +381,4 @@ class Checkpointer:
         if self._equipment is not None:
             self._equipment.close(wait_s)
             self._equipment = None
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._calls.close()

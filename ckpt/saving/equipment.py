@@ -150,8 +150,8 @@ class Equipment:
 
     def close(self, wait_s: float) -> None:
         """Let the uploader finish, for so long at most, and let go of everything."""
-        if self._uploader is not None:
-            self._uploader.close(wait_s)
-            self._uploader = None
+        uploader, self._uploader = self._uploader, None
+        if uploader is not None:
+            uploader.close(wait_s)
         self.live.forget()
         self._drop_buffer(wait_s)

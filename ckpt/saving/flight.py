@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 """How often a rank gives a sign of life, and how often it looks for those of others."""
+START_S = 5.0
+"""A thread that does not run by then was not started."""
 PATIENCE_S = 30.0
 """What the others wait beyond rank 0's deadline, since it knows more about who is late."""
 
@@ -135,6 +137,9 @@ class Flight:
         self._name = f"step {terms.place.step}"
         self._attempt = terms.place.attempt
         self._thread = threading.Thread(target=self._run, name=f"ckpt-save-{terms.place.step}", daemon=True)
+        self._starting = threading.Lock()
+        self._running = threading.Event()
+        self._over = threading.Event()
         self._noted = False
         self._committed_here = False
 
@@ -144,10 +149,34 @@ class Flight:
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until it has tidied up as well."""
-        self._thread.join(timeout_s)
+        """Wait until it has tidied up as well.
+
+        Not by joining the thread: before CPython 3.13 a thread counts as ended once its join was interrupted (Ctrl-C), and the next
+        save would be copied over what this one still uploads.
+        """
+        self._over.wait(timeout_s)
+
+    def break_off(self, error: Exception) -> None:
+        """The part will not come; and a thread that does not run, since its start was interrupted, never will."""
+        self.part.end(error)
+        if self._running.wait(START_S):
+            return
+        with self._starting:
+            if not self._running.is_set():
+                self._handle.finish(None, error)
+                self._over.set()
 
     def _run(self) -> None:
+        with self._starting:
+            if self._over.is_set():
+                return
+            self._running.set()
+        try:
+            self._fly()
+        finally:
+            self._over.set()
+
+    def _fly(self) -> None:
         error: Exception | None = None
         try:
             self._channel.drop(self._terms.stale_words)

@@ -72,13 +72,13 @@ class Takeoff:
         step = handle.step
         attempt = self._agreement.to_save(step, state, plain, equipment.live, channel)
         opened = self._own.open(step, channel)
+        self.join()
         staged = not blocking and equipment.get_ready()
         terms = self._terms(Attempt(generation=opened.generation, step=step, attempt=attempt), channel.rank)
         flight = Flight(handle, terms, channel, self._store, equipment.uploader() if staged else None)
-        self.join()
         self._flight = flight
-        flight.start()  # before the copy: the others are to know at once if this process dies in it
         try:
+            flight.start()  # before the copy: the others are to know at once if this process dies in it
             job = self._job(opened, terms.place, plain, equipment, channel, staged=staged)
             if staged:
                 equipment.stage(job, flight.part, handle)
@@ -86,7 +86,7 @@ class Takeoff:
                 equipment.write(job, flight.part)
                 flight.part.end(None)
         except BaseException as e:
-            flight.part.end(
+            flight.break_off(
                 e if isinstance(e, Exception) else CommitError(f"interrupted: {type(e).__name__}")
             )
             handle.ended_within(KILL_AFTER_S)
