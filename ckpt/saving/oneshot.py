@@ -40,5 +40,5 @@ def load(
     group: dist.ProcessGroup | None = None,
 ) -> Loaded | None:
     """Load once: see `Checkpointer.load`. Collective."""
-    with Checkpointer(root, group) as c, c._one_at_a_time():
+    with Checkpointer(root, group) as c, c._calls.one():
         return c._load(state, step, strict=strict)
