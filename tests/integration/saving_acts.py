@@ -22,8 +22,7 @@ from surefoot.ckpt import channel
 from surefoot.ckpt.channel import ChannelError, StoreChannel
 from surefoot.ckpt.errors import CkptError, CkptUserError, CommitError
 from surefoot.ckpt.objects.s3 import PART_NBYTES
-from surefoot.ckpt.saving import checkpointer as saving
-from surefoot.ckpt.saving import flight
+from surefoot.ckpt.saving import calls, flight
 from surefoot.ckpt.saving.upload import report_failure
 from surefoot.ckpt.store import ObjectStoreError, open_store
 
@@ -130,8 +129,9 @@ def save_at_every_step(root: str, rounds: int) -> None:
                 dist.barrier()
             c._settle()
             if dist.get_rank() == 0:
-                assert isinstance(c._channel, StoreChannel)
-                assert c._channel._fore.store.num_keys() < 8 * dist.get_world_size(), "words are forgotten"
+                own = c._calls.channel()
+                assert isinstance(own, StoreChannel)
+                assert own._fore.store.num_keys() < 8 * dist.get_world_size(), "words are forgotten"
         assert in_background == []
         assert in_all == ["barrier"] * rounds, "the count counts"
     dist.barrier()
@@ -235,7 +235,7 @@ def late_words(root: str) -> None:
         dist.barrier()
         assert c._takeoff.last_attempt != first
         if rank == 1:
-            own = c._opened()
+            own = c._calls.channel()
             assert isinstance(own, channel.StoreChannel)
             late = channel._client(os.environ["MASTER_ADDR"], port_of(c), 10.0)
             for _ in range(2):
@@ -295,7 +295,7 @@ def hsdp_and_tp(root: str) -> None:
     c.save(3, state).wait()
     assert isinstance(state["w"], DTensor)
     # A sub-group alone: its tensors make up no whole, and the others never come.
-    saving.CHANNEL_TIMEOUT_S = 2.0
+    calls.CHANNEL_TIMEOUT_S = 2.0
     half = dist.new_group([0, 1, 2, 3])
     if rank < 2:
         with pytest.raises(CkptError, match=r"ranks 2, 3|rank 0"):

@@ -159,6 +159,7 @@ DOORS: dict[str, tuple[str, ...]] = {
                 "ckpt.live.walking",
                 "ckpt.live.wrapped",
             ),
+            "ckpt.saving.calls",
             "ckpt.saving.checkpointer",
             "ckpt.saving.oneshot",
             "ckpt.loading.together",
