@@ -44,7 +44,7 @@ class LayoutTable:
 
     nodes: int = 1
     nodes_min: int
-    """The job waits below this many nodes. Default: `nodes`."""
+    """The mesh has to fit so many, too; nothing else yet: the job waits below `nodes`. Default: `nodes`."""
     standbys: int = 0
     ranks_per_node: int = 1
     mesh: Mapping[str, int]
