@@ -11,7 +11,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-_STOPPED_OR_GONE = "TtZXx"
+_STOPPED, _GONE = "Tt", "ZXx"
 
 
 def card() -> str:
@@ -29,12 +29,26 @@ def _card(pid: int) -> str:
 
 def runs(of: str) -> bool:
     """Is the process of that card seen here, neither stopped nor gone?"""
+    return _state(of) not in ("", *_STOPPED, *_GONE)
+
+
+def ended(of: str) -> bool:
+    """Was the process of that card here, and is it no more?"""
+    return _state(of) in tuple(_GONE)
+
+
+def _state(of: str) -> str:
+    """As Linux calls it; X also where there is no such process any more, and nothing where it cannot be told: elsewhere."""
     try:
         here, pid, begun = of.split()
+        if here != _here():
+            return ""
         state, since = _stat(int(pid))
-        return here == _here() and since == begun and state not in _STOPPED_OR_GONE
+        return state if since == begun else "X"
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
     except (OSError, ValueError, IndexError):
-        return False
+        return ""
 
 
 @cache

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from surefoot.ckpt.lives import runs
+from surefoot.ckpt.lives import ended, runs
 from surefoot.ckpt.storeline import ChannelError, Line
 
 LOOKS = 8
@@ -156,16 +156,25 @@ class Vigil:
         self._beats += 1
         store.set(f"l/{self._rank}", beat(call, self._beats))
         if self._rank == 0:
-            silent = self._roll.look(self._read(store))
+            beats = self._read(store)
+            silent = self._roll.look(beats)
             self._silent = [r for r in silent if r != 0 and not seen_to_run(store, r)]
             if self._silent:
                 store.compare_set(f"f/{call}", "", f"{named(self._silent)} {_SILENT}")
+            elif self._beats % LOOKS == 0 and (gone := self._ended_before(store, beats)):
+                store.compare_set(f"f/{call}", "", f"{named(gone)} {_ENDED}")
         return store.get(f"f/{call}") if store.check([f"f/{call}"]) else b""
+
+    def _ended_before(self, store: Any, beats: Sequence[bytes]) -> list[int]:
+        """Who has not come, and never will: seen from here, its process has ended."""
+        late = [r for r, sign in enumerate(beats) if not sign and store.check([f"p/{r}"])]
+        return [r for r in late if ended(store.get(f"p/{r}").decode())]
 
     def _read(self, store: Any) -> list[bytes]:
         return store.multi_get([f"l/{r}" for r in range(self._ranks)])
 
 
+_ENDED = "will not come to a call that all ranks make together: the process has ended"
 _SILENT = "fell silent in the middle of a call that all ranks make together: the process has died, is stopped or hangs"
 
 

@@ -102,6 +102,23 @@ def save(root: str, victim: int, place: str, end: str) -> None:
     os._exit(0)
 
 
+def load_again(root: str, victim: int) -> None:
+    """It dies between two loads."""
+    quick()
+    c = ckpt.Checkpointer(root)
+    state = state_of("fsdp", filled=False)
+    c.load(state)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        kill()
+    with pytest.raises(ElsewhereError) as caught:
+        c.load(state)
+    print(f"told: {caught.value}", flush=True)
+    c.close()
+    print("closed", flush=True)
+    os._exit(0)
+
+
 def one_goes(victim: int, place: str, end: str, call: Callable[[], Any]) -> None:
     if dist.get_rank() == victim:
         owner, name, nth = PLACES[place]

@@ -90,6 +90,13 @@ def test_a_rank_that_goes_as_a_save_begins(play: Play, root: str, victim: int, p
     play(victim, end, "gone_acts:save", root, victim, place, end)
 
 
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_has_died_before_the_call(ranks: Ranks, play: Play, root: str, victim: int) -> None:
+    """It has not come, and might be late; but its process, on this machine, is no more."""
+    ranks(1, "loading_acts:save", root, "ddp", 20)
+    play(victim, "kill", "gone_acts:load_again", root, victim)
+
+
 @pytest.mark.parametrize("what", ["late", "late 0", "slow reading", "slow end", "locked"])
 def test_a_rank_that_is_late_or_slow_is_waited_for(ranks: Ranks, root: str, what: str) -> None:
     ranks(1, "loading_acts:save", root, "ddp", 20)

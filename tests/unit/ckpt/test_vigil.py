@@ -112,6 +112,17 @@ def test_rank_0_leaves_word_of_who_is_silent() -> None:
     vigil.end()
 
 
+def test_who_is_late_and_whose_process_has_ended_will_not_come() -> None:
+    store = FakeStore()
+    here, pid, begun = lives.card().split()
+    store.set("p/1", lives.card())
+    store.set("p/2", f"{here} {pid} {int(begun) + 1}")
+    vigil = Vigil(Line(store, own=True), 0, 4, 0.001, lambda _: None)
+    vigil.enter(1)
+    assert "rank 2 will not come" in str(vigil.hear(10_000))
+    vigil.end()
+
+
 def test_others_hear_what_was_left_and_of_no_earlier_call() -> None:
     store = FakeStore()
     store.set("f/1", "rank 2 has left")
@@ -154,9 +165,14 @@ def test_a_process_that_is_seen_to_run_is_not_dead() -> None:
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not lives.runs(its), "dead, and not reaped"
+    assert lives.ended(its)
     child.communicate()
     assert not lives.runs(its)
+    assert lives.ended(its)
     assert not lives.runs("")
+    for cannot_be_told in ("", f"elsewhere {pid} {begun}", lives.card()):
+        assert not lives.ended(cannot_be_told)
+    assert lives.ended(f"{here} {pid} {int(begun) + 1}"), "another has its number"
 
 
 # ---------------------------------------------------------------- lines
