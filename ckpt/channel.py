@@ -182,7 +182,7 @@ class StoreChannel:
         self._fore = Line(store, own=self._hosts, runs=there)
         self._back = Line(_reached(host, port, timeout_s), own=self._hosts, runs=there)
         beat_s = max(SILENT_S / LOOKS, OPS_PER_BEAT * world_size / POLLS_PER_S)
-        self._vigil = Vigil(self._back, rank, world_size, beat_s, self._told)
+        self._vigil = Vigil(self._back, rank, world_size, beat_s, self._end_waits)
         self._in_call = self._closed = False
         self._call = 0
         """The number of the call that all ranks are in, or were in last: what went wrong in one is no matter of the next."""
@@ -262,7 +262,7 @@ class StoreChannel:
         finally:
             self._give_up = None
 
-    def _told(self, cut_off: bool) -> None:
+    def _end_waits(self, cut_off: bool) -> None:
         """By the vigil, in its thread: this call fails."""
         error, at, give_up = self._vigil.error, self._at, self._give_up
         if error is None:
