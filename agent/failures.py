@@ -6,7 +6,8 @@
     ├── MisuseError              the training code or the spec is wrong; the message says where and what to write instead
     │   ├── EntryPointError          `module:function` names nothing
     │   ├── BatchCountError          not exactly one next(data) in a step
-    │   └── DataEndedError           a step was begun after the data had ended
+    │   ├── DataEndedError           a step was begun after the data had ended
+    │   └── StartCursorError         the starting point does not say where the data goes on
     ├── RankWorldError           the world failed: the next generation may do better
     │   ├── AgentTimeoutError        the agent did not answer in time
     │   ├── StartupError             the starting point could not be taken up by all ranks
@@ -52,6 +53,10 @@ class BatchCountError(MisuseError):
 
 class DataEndedError(MisuseError):
     """A step was begun after the data had ended."""
+
+
+class StartCursorError(MisuseError):
+    """The checkpoint to start from holds no cursor of the loader, or that of another step."""
 
 
 class RankWorldError(SessionError):

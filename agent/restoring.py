@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from surefoot.agent.exchange import GatherWords, StepWord, unpack_word
-from surefoot.agent.failures import StartDamagedError, StartupError
+from surefoot.agent.failures import StartCursorError, StartDamagedError, StartupError
 from surefoot.ckpt.errors import DamagedError, StepMissingError
 from surefoot.ckpt.manifest import LedgerRow, manifest_key
 from surefoot.controller.wire import DamagedStep, StartingPoint
 
 DAMAGE_CHARS_MAX = 500
 """Of what was wrong: it travels in statuses, and stands in the record of the next generation."""
+CURSOR_CHARS_MAX = 100
 
 
 class Restored(Protocol):
@@ -83,6 +84,27 @@ def require_start(restored: Restored, start: StartingPoint) -> None:
             f"the plan starts from {_name(start)}, but what was restored is "
             f"step {restored.step} of generation {restored.generation}"
         )
+
+
+def require_cursor(cursor: Mapping[str, Any], start: StartingPoint) -> None:
+    """A script may have saved without one, or with one of its own.
+
+    Raises: StartCursorError: it is no cursor of the loader after the batch of the starting point's step.
+    """
+    if not cursor:
+        lacks = "was saved without a loader cursor"
+    elif "step" not in cursor:
+        lacks = f"holds a cursor that is none of surefoot.loader's: {str(dict(cursor))[:CURSOR_CHARS_MAX]}"
+    elif cursor["step"] != start.step:
+        lacks = f"holds the loader's cursor after step {cursor['step']}, and here one batch is one step"
+    else:
+        return
+    raise StartCursorError(
+        f"{_name(start)} {lacks}: this job cannot tell where its data goes on. Either let the script that saved it read "
+        "through surefoot.loader, one batch a step, and give c.save(…, cursor=batches.state_dict()); or give this job a root "
+        "of its own (job.root) and take the weights from here, with ckpt.load(OLD_ROOT, state, strict=False) at the top of "
+        "train: its steps and its data then begin anew"
+    )
 
 
 def agree_on_start(start: StartingPoint, gather_words: GatherWords) -> None:

@@ -27,7 +27,7 @@ from surefoot.agent.exchange import GatherWords, StepVerdict, StepWord, judge, u
 from surefoot.agent.failures import Area, CommitGivenUpError, RanksDisagreeError
 from surefoot.agent.link import AgentLink, AgentNews
 from surefoot.agent.pool import SLOTS, SlotPool, choose_slot
-from surefoot.agent.restoring import Restored, agree_on_start, require_start, restored_from
+from surefoot.agent.restoring import Restored, agree_on_start, require_cursor, require_start, restored_from
 from surefoot.agent.seeding import seed_all, seed_of
 from surefoot.agent.tracing import Tracer
 from surefoot.ckpt.errors import SlotTooSmallError
@@ -206,6 +206,7 @@ class StepLoop:
                     restore_committed=self.restore_committed,
                 )
             require_start(restored, start)
+            require_cursor(restored.cursor, start)
             self.data.load_state_dict(restored.cursor)
             self.ledger = list(restored.ledger) if start.tier == "memory" else []
         agree_on_start(start, self.gather_words)

@@ -56,6 +56,8 @@ SIGNAL_NAMES: Mapping[int, str] = {
 
 WORDS_MAX = 160
 """Characters of an error's message in evidence; the whole of it is in the rank's log."""
+LAST_WORDS_MAX = 800
+"""The same of an error that no restart can mend: there the message is all that somebody has to go on, and it ends with what to do."""
 
 
 def exit_words(report: ExitReport) -> str:
@@ -67,7 +69,8 @@ def exit_words(report: ExitReport) -> str:
     if report.error is None:
         return how
     message = " ".join(report.error.message.split())
-    return f"{how}, {report.error.type}: {message[:WORDS_MAX]}{'…' if len(message) > WORDS_MAX else ''}"
+    shown = LAST_WORDS_MAX if report.error.permanent else WORDS_MAX
+    return f"{how}, {report.error.type}: {message[:shown]}{'…' if len(message) > shown else ''}"
 
 
 # ---------------------------------------------------------------- node loss

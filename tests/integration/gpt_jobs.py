@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -178,10 +179,13 @@ def script(root: str, data_root: str, steps: int, with_cursor: bool = True) -> d
     return notes | {"left": digests(state)}
 
 
-def run_weights(root: str, weights: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    """Logits of a plain model that was given `weights`, and of one that loaded the newest checkpoint."""
+def run_exported(root: str, folder: str) -> tuple[list[Any], list[Any]]:
+    """Logits of a plain model that was given the exported files, and of one that loaded the newest checkpoint."""
     given, loaded = GPT(CONFIG), GPT(CONFIG)
-    given.load_state_dict(dict(weights))
+    weights: dict[str, torch.Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        weights |= load_file(path)
+    given.load_state_dict(weights)
     ckpt.load(root, {"model": loaded}, strict=False)
     tokens = torch.arange(64).reshape(1, 64) * 3
     places = torch.zeros_like(tokens), torch.arange(64).reshape(1, 64)

@@ -9,7 +9,7 @@ import pytest
 from loop_bench import GENERATION, MEMORY, STORE, Bench, FakeRestored
 
 from surefoot.agent.exchange import StepWord
-from surefoot.agent.failures import StartDamagedError, StartupError, report
+from surefoot.agent.failures import StartCursorError, StartDamagedError, StartupError, report
 from surefoot.ckpt.errors import DamagedError, ImageError, StepMissingError
 from surefoot.ckpt.manifest import LedgerRow
 from surefoot.controller.wire import SnapshotMsg, StartingPoint
@@ -91,6 +91,26 @@ def test_a_damaged_step_is_told_by_name(tmp_path: Path, error: Exception, key: s
     assert told.damaged is not None
     assert (told.damaged.generation, told.damaged.step, told.damaged.key) == (3, 10, key)
     assert told.damaged.detail == str(error)[:500]
+
+
+@pytest.mark.parametrize(
+    ("cursor", "says"),
+    [
+        ({}, "was saved without a loader cursor"),
+        ({"epoch": 3}, r"none of surefoot.loader's: \{'epoch': 3\}"),
+        ({"step": 9}, "the loader's cursor after step 9"),
+    ],
+)
+def test_a_step_that_does_not_say_where_the_data_goes_on(
+    tmp_path: Path, cursor: dict[str, Any], says: str
+) -> None:
+    """A script saved it: the data would be read from elsewhere, and nobody would notice."""
+    bench = Bench(tmp_path, start=STORE, steps=12)
+    bench.stager.restored = FakeRestored(3, 10, cursor)
+    with pytest.raises(StartCursorError, match=rf"step 10 of generation 3 .*{says}.*strict=False") as raised:
+        bench.run()
+    told = report(raised.value, area=None, first_step_begun=False)
+    assert (told.kind, told.permanent) == ("startup", True)
 
 
 def test_all_ranks_must_have_restored_the_same(tmp_path: Path) -> None:

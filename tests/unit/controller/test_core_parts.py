@@ -249,6 +249,15 @@ def test_deadlines_follow_what_was_learned() -> None:
     assert detectors.phase_deadline_s("eval", 5, SETTINGS, 0.2) == 600.0
 
 
+@pytest.mark.parametrize(("permanent", "whole"), [(True, True), (False, False)])
+def test_what_no_restart_can_mend_is_told_to_its_end(permanent: bool, whole: bool) -> None:
+    message = "x" * 400 + ": write it so"
+    error = wire.ErrorReport(kind="startup", type="MisuseError", message=message, permanent=permanent)
+    words = detectors.exit_words(wire.ExitReport(code=1, error=error))
+    assert words.endswith(": write it so") == whole
+    assert len(words) < 1000
+
+
 def test_quiet_limit_stretches_with_the_job() -> None:
     assert SETTINGS.quiet_after_s(3) == 3.0
     assert SETTINGS.quiet_after_s(12_500) == 100.0
