@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         StepMissingError,
     )
     from surefoot.ckpt.live.declared import Boxes, PerRank
-    from surefoot.ckpt.loading.together import Loaded, read
+    from surefoot.ckpt.loading.together import Loaded
     from surefoot.ckpt.manifest import Manifest
     from surefoot.ckpt.saving.checkpointer import Checkpointer, SaveHandle
     from surefoot.ckpt.saving.generation import StaleStartError
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from surefoot.ckpt.store import ObjectStoreDeniedError, ObjectStoreError, ObjectStoreUnavailableError
     from surefoot.ckpt.tools.exporting import export
     from surefoot.ckpt.tools.inspect import steps
+    from surefoot.ckpt.tools.onetensor import read
     from surefoot.ckpt.tools.verifying import Report, verify
 
 __all__ = [
@@ -85,7 +86,7 @@ _HOMES = {
     "save": "saving.oneshot",
     "load": "saving.oneshot",
     "Loaded": "loading.together",
-    "read": "loading.together",
+    "read": "tools.onetensor",
     "steps": "tools.inspect",
     "verify": "tools.verifying",
     "Report": "tools.verifying",

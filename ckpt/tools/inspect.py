@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from surefoot.ckpt.errors import CkptError, CkptUserError, StepMissingError
+from surefoot.ckpt.errors import CkptError, StepMissingError
 from surefoot.ckpt.format.flags import flags_among
 from surefoot.ckpt.loading.aside import RESUME_TRIES, aside_among, choose, resumes_among
 from surefoot.ckpt.loading.restore import read_manifest
@@ -268,7 +268,7 @@ def tensor_rows(m: Manifest) -> list[TensorRow]:
 
 
 def stored_name(m: Manifest, name: str) -> str:
-    """The name under which a tensor is stored. Raises CkptUserError naming those that are like it."""
+    """The name under which a tensor is stored. Raises StepMissingError naming those that are like it."""
     target = m.aliases.get(name, name)
     if target in m.tensors:
         return target
@@ -276,4 +276,6 @@ def stored_name(m: Manifest, name: str) -> str:
 
     near = difflib.get_close_matches(name, [*m.tensors, *m.aliases], n=4, cutoff=0.4)
     near += [n for n in m.tensors if name in n and n not in near][:4]
-    raise CkptUserError(f"step {m.step} has no tensor {name!r}; similar names: {', '.join(near) or 'none'}")
+    raise StepMissingError(
+        f"step {m.step} has no tensor {name!r}; similar names: {', '.join(near) or 'none'}"
+    )

@@ -385,11 +385,22 @@ def test_calls_take_a_generation_as_commands_do(root: str, tmp_path: Path) -> No
     calls: list[Callable[..., Any]] = [
         lambda **g: ckpt.verify(root, 40, **g),
         lambda **g: ckpt.export(root, 40, tmp_path / "out", **g),
+        lambda **g: ckpt.read(root, 40, "model.w", **g),
     ]
     for call in calls:
         with pytest.raises(ckpt.StepMissingError, match="in Python: generation=1"):
             call()
-        assert call(generation=1).generation == 1
+        call(generation=1)
+
+
+def test_calls_take_no_step_as_the_newest(root: str, tmp_path: Path) -> None:
+    assert ckpt.verify(root, None).step == 20
+    assert ckpt.export(root, None, tmp_path / "out").step == 20
+    assert ckpt.read(root, None, "model.w").shape == (7, 3)
+    with pytest.raises(
+        ckpt.StepMissingError, match=r"step 20 has no tensor .model\.ww.; similar names: model\.w"
+    ):
+        ckpt.read(root, None, "model.ww")
 
 
 def test_where_all_are_off_the_lineage_that_is_said(run: Any, root: str) -> None:

@@ -26,6 +26,7 @@ from surefoot.ckpt.loading.together import find_line, load_agreed
 from surefoot.ckpt.manifest import ManifestRef, encode, manifest_key
 from surefoot.ckpt.objects.files import FileObjectStore
 from surefoot.ckpt.store import ObjectStore, open_store
+from surefoot.ckpt.tools import onetensor
 from surefoot.ckpt.tools.inspect import find
 
 
@@ -198,7 +199,7 @@ def test_a_step_in_flight_is_not_there_yet(root: str) -> None:
 
 
 def test_a_step_that_was_left_behind_is_told_from_one_that_never_was(root: str) -> None:
-    """What it is, who has left it behind, and where to look: a load of it, or a read, is refused with that."""
+    """What it is, who has left it behind, and where to look: a load of it is refused with that."""
     save(root, 20, 40)
     with ckpt.Checkpointer(root) as c:
         c.load(state_of(0), step=20)
@@ -207,11 +208,10 @@ def test_a_step_that_was_left_behind_is_told_from_one_that_never_was(root: str) 
         "step 40 is committed, by generation 1, and does not count: generation 2 went on from step 20 of generation 1, and so left it "
         "behind; the newest that count are: 20, 30."
     )
-    for call in (lambda: ckpt.load(root, state_of(0), step=40), lambda: ckpt.read(root, 40, "w")):
-        with pytest.raises(StepMissingError) as e:
-            call()
-        assert said in str(e.value)
-        assert f"ckpt show {root} 40 --generation 1" in str(e.value)
+    with pytest.raises(StepMissingError) as e:
+        ckpt.load(root, state_of(0), step=40)
+    assert said in str(e.value)
+    assert f"ckpt show {root} 40 --generation 1" in str(e.value)
     save(root, 50)
     with pytest.raises(
         StepMissingError, match=r"step 30 is committed, by generation 2, .* generation 3 went on from nothing"
@@ -355,7 +355,7 @@ def test_an_eighth_of_a_tensor_takes_an_eighth_of_its_bytes(
         stores.append(Counting(path_of(url, "")))
         return stores[-1]
 
-    monkeypatch.setattr(loading, "open_store", opened)
+    monkeypatch.setattr(onetensor, "open_store", opened)
     found = ckpt.read(root, 1, "w", [slice(3, 4)])
     assert torch.equal(found, value[3:4])
     assert stores[-1].nbytes == value.nbytes // 8
