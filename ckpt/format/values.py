@@ -178,7 +178,7 @@ def _encode_other(value: Any, path: str, leaf: EncodeLeaf | None, depth: int) ->
         return {type(value).__name__: _base64(value)}
     if type(value) is io.BytesIO:
         return {"BytesIO": _base64(value.getvalue())}
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+    if (type(value) is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biufc":
         array = np.ascontiguousarray(value)
         scalar = isinstance(value, np.generic)
         return {"ndarray": [array.dtype.str, None if scalar else list(value.shape), _base64(array.tobytes())]}

@@ -27,7 +27,9 @@ from surefoot.ckpt.live.walking import (
     extra_states,
     identity,
     in_order,
+    is_read_by_parameter,
     is_stateful,
+    require_told,
     shared_tensors,
     state_access,
 )
@@ -91,6 +93,7 @@ class _Walk:
     def add(self, entry: Entry) -> None:
         match entry.value:
             case nn.Module():
+                require_told(entry.value, entry.name)
                 for name, module in extra_states(entry.value, entry.name):
                     self._add_value(name, module.get_extra_state())
             case torch.Tensor():
@@ -98,8 +101,8 @@ class _Walk:
             case Boxes():
                 self._owners.add_boxes(entry.name, entry.value)
                 self._add_leaf(entry.name, entry.value)
-            case Optimizer():
-                self.found.optimizers[entry.name] = entry.value
+            case value if is_read_by_parameter(value):
+                self.found.optimizers[entry.name] = value
             case value if is_stateful(value):
                 get, _ = state_access(value)
                 self._add_value(entry.name, get())
@@ -145,7 +148,11 @@ class _Walk:
             case Boxes():
                 self._add_leaf(name, value)
                 return tensor_ref(name)
-            case np.ndarray() if value.nbytes > INLINE_NBYTES and (t := _tensor_of(value)) is not None:
+            case np.ndarray() if (
+                type(value) is np.ndarray
+                and value.nbytes > INLINE_NBYTES
+                and (t := _tensor_of(value)) is not None
+            ):
                 self._add_leaf(name, t)
                 return {"array": [value.dtype.str, name]}
             case bytes() | bytearray() if len(value) > INLINE_NBYTES and type(value) in (bytes, bytearray):

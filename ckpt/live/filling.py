@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateMismatchError
 from surefoot.ckpt.live.gathering import Load, of_several
 from surefoot.ckpt.live.optimizer_load import OptimizerLoad
 from surefoot.ckpt.live.source import Source
-from surefoot.ckpt.live.walking import entries
+from surefoot.ckpt.live.walking import entries, is_read_by_parameter
 
 _LISTED_MAX = 8
 
@@ -86,7 +85,7 @@ def _gather(load: Load, state: Mapping[str, Any], rank: int) -> None:
     found = list(entries(state, rank))
     load.add_all(found)
     for entry in found:
-        if isinstance(entry.value, Optimizer):
+        if is_read_by_parameter(entry.value):
             OptimizerLoad(load, entry.name, entry.value).add()
     if not load.problems:
         load.settle()

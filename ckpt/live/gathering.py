@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateMismatchError
 from surefoot.ckpt.format.names import OF_RANK
@@ -26,6 +25,7 @@ from surefoot.ckpt.live.walking import (
     Owners,
     extra_states,
     identity,
+    is_read_by_parameter,
     is_stateful,
     shared_tensors,
     state_access,
@@ -163,7 +163,7 @@ class Load(Placing):
             case Boxes():
                 self.owners.add_boxes(entry.name, entry.value)
                 self.want([entry.name], entry.value)
-            case Optimizer():
+            case value if is_read_by_parameter(value):
                 pass  # after all modules
             case value if is_stateful(value):
                 self._add_stateful(entry.name, *state_access(value))

@@ -10,15 +10,18 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.format.names import refusal
@@ -106,6 +109,16 @@ def _holds_objects(value: Any, depth: int = DEPTH_MAX) -> bool:
     return False
 
 
+def is_read_by_parameter(value: Any) -> TypeGuard[Optimizer]:
+    """An optimizer that keeps its state where torch's own keep it. One with a ``state_dict`` of its own (ZeroRedundancyOptimizer, what
+    wraps another optimizer) may keep it elsewhere: it is an object with a state like any other."""
+    return (
+        isinstance(value, Optimizer)
+        and type(value).state_dict is Optimizer.state_dict
+        and not value._optimizer_state_dict_post_hooks
+    )
+
+
 def is_stateful(value: Any) -> bool:
     """Does it keep a state that can be taken out and put back?"""
     return isinstance(value, torch.Generator | np.random.Generator | random.Random) or (
@@ -157,6 +170,42 @@ def extra_states(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
     for name, m in _modules(module, prefix):
         if type(m).get_extra_state is not nn.Module.get_extra_state:
             yield f"{name}._extra_state", m
+
+
+def require_told(module: nn.Module, name: str) -> None:
+    """Raises StateError where the ``state_dict()`` of a submodule tells more than parameters, buffers and extra state: what is read
+    here would be stored without it, and nobody would know."""
+    for at, m in _modules(module, name):
+        if not _tells_more(m):
+            continue
+        tensors = {*map(id, m.parameters()), *map(id, m.buffers())}
+        tensors |= {identity(t) for t in (*m.parameters(), *m.buffers())}
+        for key, value in m.state_dict(keep_vars=True).items():
+            known = isinstance(value, torch.Tensor) and (id(value) in tensors or identity(value) in tensors)
+            if not known and value is not None and key.rpartition(".")[2] != "_extra_state":
+                raise StateError(
+                    f"{at}.{key}: the state_dict() of {type(m).__qualname__} tells this, and it is no parameter, buffer or extra state, "
+                    f"which is what is stored of a module: register it as a buffer, or give it by get_extra_state() and take it by "
+                    f"set_extra_state()"
+                )
+
+
+def _tells_more(m: nn.Module) -> bool:
+    """Perhaps: it has a way of its own to tell its state. Hooks of torch's own change names alone."""
+    return _has_own_state_dict(type(m)) or any(
+        not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in m._state_dict_hooks.values()
+    )
+
+
+@cache
+def _has_own_state_dict(kind: type[nn.Module]) -> bool:
+    torchs = (nn.Module, LazyModuleMixin, FullyShardedDataParallel)
+    return any(
+        name in vars(c)
+        for c in kind.__mro__
+        for name in ("state_dict", "_save_to_state_dict")
+        if c not in torchs
+    )
 
 
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
