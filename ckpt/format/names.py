@@ -6,6 +6,7 @@ A save refuses a key by this, and an import a name: what could not have been sav
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 OF_RANK = re.compile(r"(.*?)@rank(\d+)(?:\..*)?", re.DOTALL)
 """A name of something that belongs to one rank."""
@@ -34,3 +35,8 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def stands_in(name: str, places: Iterable[str]) -> bool:
+    """Is it one of these names, or below one (``model.head`` or ``model.head.``: ``model.head.weight``)?"""
+    return any(f"{name}.".startswith(f"{place.removesuffix('.')}.") for place in places)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from surefoot.ckpt.errors import StateMismatchError
-from surefoot.ckpt.live.gathering import Load, of_several
+from surefoot.ckpt.live.gathering import NOTHING, Load, of_several
 from surefoot.ckpt.live.optimizer_load import OptimizerLoad
 from surefoot.ckpt.live.source import Source
 from surefoot.ckpt.live.walking import entries, is_read_by_parameter
@@ -27,7 +27,9 @@ class Fit:
     """In the checkpoint and in no rank's state."""
 
 
-def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, rank: int = 0) -> Fit:
+def load_into(
+    state: Mapping[str, Any], source: Source, *, strict: bool = True, skip: Sequence[str] = (), rank: int = 0
+) -> Fit:
     """Fill `state` in place from `source`; returns what only one of them has (nothing if strict).
 
     Nothing of `state` is touched before all names, shapes and types are known to fit, and no plain value before all
@@ -36,16 +38,19 @@ def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, 
     Args:
         strict: refuse names that only one side has. Otherwise what only the state has keeps its values (optimizer state that was not
             saved goes), and what only the source has stays there. Shapes, types and the number of groups must fit either way.
+        skip: names that are left as they are, with all below them and with the optimizers' state of such parameters: here nothing is
+            changed, and of the source nothing is read.
         rank: whose `PerRank` values to take.
 
     Raises:
-        StateMismatchError: names, shapes, types or groups differ, here or on another rank.
+        StateMismatchError: names, shapes, types or groups differ, here or on another rank; or without `strict`, no rank finds any of
+            its tensors.
         StateError: the live state is none that can be stored.
         DamagedError, ImageError: from the source.
         CkptWorldError: another rank refused for another reason.
     """
     with torch.no_grad():
-        load = Load(source, strict=strict)
+        load = Load(source, strict=strict, skip=skip)
         try:
             _gather(load, state, rank)
         except Exception as e:  # the other ranks must hear of it before this one raises
@@ -53,7 +58,10 @@ def load_into(state: Mapping[str, Any], source: Source, *, strict: bool = True, 
             raise
         problems = load.refusals()
         refusal = StateMismatchError(_refusal(source, problems, load)) if problems else None
-        unused = load.described(source.agree(load.wants, load.unused(), refusal))
+        of_all = source.agree(load.wants, load.unused(), refusal)
+        unused = load.described([n for n in of_all if n != NOTHING])
+        if not strict and not problems and NOTHING in of_all:
+            problems.append(load.nothing_in_common())
         if strict:
             problems += of_several(_abouts(unused), "in the checkpoint and not in the state")
         if problems:
@@ -85,7 +93,7 @@ def _gather(load: Load, state: Mapping[str, Any], rank: int) -> None:
     found = list(entries(state, rank))
     load.add_all(found)
     for entry in found:
-        if is_read_by_parameter(entry.value):
+        if is_read_by_parameter(entry.value) and not load.skips(entry.name):
             OptimizerLoad(load, entry.name, entry.value).add()
     if not load.problems:
         load.settle()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from surefoot.ckpt.errors import StateMismatchError
-from surefoot.ckpt.format.names import OF_RANK
+from surefoot.ckpt.format.names import OF_RANK, stands_in
 from surefoot.ckpt.format.values import tensor_names
 from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.live.leaves import PLAIN_TYPES, Leaf, dtype_name, leaf_of
@@ -47,14 +47,18 @@ class _Filled:
 
 NAMED_MAX = 8
 """Names that one sentence lists."""
+FIRST_MAX = 3
+NOTHING = ""
+"""Stands among the names that a rank has no use for where it has use for none. No stored name is empty."""
 
 
 class Load(Placing):
     """One load: gathers what to do (`wants`, then `checks` and `later`) and what does not fit (`problems`, `missing`)."""
 
-    def __init__(self, source: Source, *, strict: bool) -> None:
+    def __init__(self, source: Source, *, strict: bool, skip: Sequence[str] = ()) -> None:
         super().__init__(source)
         self.strict = strict
+        self._skip = tuple(skip)
         self._tensors = source.tensors
         self.wants: list[Want] = []
         self.checks: list[Callable[[], Any]] = []
@@ -66,6 +70,8 @@ class Load(Placing):
         self.ties: dict[str, tuple[str, ...]] = {}
         """All names of the tensor that has this one."""
         self._missing: dict[str, str] = {}
+        self._sought: dict[str, bool] = {}
+        """The tensors of modules and of the state itself; True for those that were found."""
         self._filled: list[_Filled] = []
 
     def add_all(self, found: Sequence[Entry]) -> None:
@@ -73,10 +79,23 @@ class Load(Placing):
         for group in shared_tensors(found, self.owners).values():
             names = tuple(named.name for named in group)
             self.ties.update(dict.fromkeys(names, names))
-            self.want(names, group[0].tensor)
+            self._seek(names, group[0].tensor)
         for entry in found:
             self._add(entry)
         self._pass_over_other_ranks(found)
+        if self._skip:
+            self.used.update(n for n in self.stored() if self.skips(n))
+
+    def skips(self, name: str) -> bool:
+        """Does the caller want what has this name left as it is, on both sides?"""
+        return stands_in(name, self._skip)
+
+    def _seek(self, names: Sequence[str], tensor: torch.Tensor | Boxes) -> None:
+        wanted = [n for n in names if not self.skips(n)]
+        if wanted:
+            missing = len(self._missing)
+            self.want(wanted, tensor)
+            self._sought[wanted[0]] = len(self._missing) == missing
 
     # ---- what the checkpoint has
 
@@ -131,7 +150,15 @@ class Load(Placing):
         return _nearest(name, self.stored())
 
     def unused(self) -> list[str]:
-        return sorted(self.stored() - self.used)
+        """Stored names, and `NOTHING` where this rank has tensors and finds none of them."""
+        nothing = bool(self._sought and self.source.tensors) and not any(self._sought.values())
+        return [*([NOTHING] if nothing else []), *sorted(self.stored() - self.used)]
+
+    def nothing_in_common(self) -> str:
+        return (
+            f"none of the state's tensors is there: it has {_first_of(self._sought)}, and the checkpoint "
+            f"{_first_of(self.source.tensors)}; call them in the state as they were called (a mapping in the place of a module will do)"
+        )
 
     def described(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
         """What these stored names are, and where they lie; tensors that belong to a value among them go without saying."""
@@ -157,14 +184,17 @@ class Load(Placing):
         match entry.value:
             case nn.Module():
                 for name, module in extra_states(entry.value, entry.name):
-                    self._add_stateful(name, module.get_extra_state, module.set_extra_state)
+                    if not self.skips(name):
+                        self._add_stateful(name, module.get_extra_state, module.set_extra_state)
             case torch.Tensor():
                 pass  # wanted already
             case Boxes():
                 self.owners.add_boxes(entry.name, entry.value)
-                self.want([entry.name], entry.value)
+                self._seek([entry.name], entry.value)
             case value if is_read_by_parameter(value):
                 pass  # after all modules
+            case _ if self.skips(entry.name):
+                pass
             case value if is_stateful(value):
                 self._add_stateful(entry.name, *state_access(value))
             case _:
@@ -368,6 +398,12 @@ def of_several(abouts: Mapping[str, str], what: str) -> Iterator[str]:
         more = len(mine) - NAMED_MAX
         listed = ", ".join(mine[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
         yield f"{listed} {'is' if len(mine) == 1 else 'are'} {what}{about}"
+
+
+def _first_of(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = len(known) - FIRST_MAX
+    return ", ".join(known[:FIRST_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
 def _kind(meta: TensorMeta) -> str:

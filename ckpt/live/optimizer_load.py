@@ -54,9 +54,11 @@ class OptimizerLoad:
                 self._begin_anew(f"{_a(type(self._optimizer).__name__)}, {other}")
             return
         groups = self._load.value(groups_name)
+        self._pass_over_skipped()
         origin: dict[int, int] = {}
         for owner, held in by_owner(held_by(self._name, self._optimizer, self._load.owners)).items():
-            self._add_parameter(owner, held, origin)
+            if not self._skips(owner):
+                self._add_parameter(owner, held, origin)
         self._add_those_without_group()
         self._add_general()
         self._add_groups(groups_name, groups, origin)
@@ -91,6 +93,17 @@ class OptimizerLoad:
                 self._optimizer.state.pop(parameter, None)
 
     # ---- parameters
+
+    def _skips(self, owner: str) -> bool:
+        return self._load.skips(owner) or self._load.skips(f"{self._name}.params.{owner}")
+
+    def _pass_over_skipped(self) -> None:
+        prefix = f"{self._name}.params."
+        self._load.used.update(
+            n
+            for n in self._load.stored()
+            if n.startswith(prefix) and self._load.skips(n.removeprefix(prefix))
+        )
 
     def _add_parameter(self, owner: str, held: list[Held], origin: dict[int, int]) -> None:
         number = held[0].group

@@ -123,13 +123,19 @@ def _manifest_word(error: Exception) -> _ManifestWord:
 
 
 def load_together(
-    store: ObjectStore, manifest: Manifest, party: Party, state: Mapping[str, Any], *, strict: bool = True
+    store: ObjectStore,
+    manifest: Manifest,
+    party: Party,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    skip: Sequence[str] = (),
 ) -> Fit:
     """`load_into` from a manifest, by all ranks. Raises as `ManifestSource.agree` and `fill`, and as `load_into`."""
     source = ManifestSource(store, manifest, party)
     try:
         with no_collection():
-            return load_into(state, source, strict=strict, rank=party.rank)
+            return load_into(state, source, strict=strict, skip=skip, rank=party.rank)
     except Exception as e:
         source.withdraw(e)
         raise

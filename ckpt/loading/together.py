@@ -112,6 +112,7 @@ def load_agreed(
     *,
     step: int | None,
     strict: bool,
+    skip: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
     resume_tries: int | None = RESUME_TRIES,
     wait_s: float = 0.0,
@@ -133,7 +134,7 @@ def load_agreed(
         ChannelError: another rank died, hangs, was interrupted, or did not come in time.
     """
     with channel.one_call():
-        return _load_agreed(store, channel, state, step, strict, group, resume_tries, wait_s)
+        return _load_agreed(store, channel, state, step, strict, skip, group, resume_tries, wait_s)
 
 
 def _load_agreed(
@@ -142,6 +143,7 @@ def _load_agreed(
     state: Mapping[str, Any],
     step: int | None,
     strict: bool,
+    skip: Sequence[str],
     group: dist.ProcessGroup | None,
     resume_tries: int | None,
     wait_s: float,
@@ -151,7 +153,7 @@ def _load_agreed(
     passed_over = list(first.passed_over)
     for ref in first.candidates:
         with channel.until_told(lambda: abandon(group)) if party.shares else nullcontext():
-            manifest, fit, error = _try_load(store, party, state, ref, strict=strict)
+            manifest, fit, error = _try_load(store, party, state, ref, strict=strict, skip=skip)
         if isinstance(error, UnagreedError):
             raise channel.explained(error.cause) if isinstance(error, GroupError) else error.cause
         words = _tell_all(channel, _word_of(error))
@@ -162,7 +164,7 @@ def _load_agreed(
             )
         damage = next((w.damage for w in words if w.damage), "")
         if not damage and manifest is not None:
-            if channel.rank == 0 and strict:
+            if channel.rank == 0 and strict and not skip:
                 _flag_verified(store, ref)
             return _loaded(manifest, channel, fit, passed_over)
         passed_over.append((ref.step, damage))
@@ -299,7 +301,13 @@ def _see(ref: ManifestRef, store: ObjectStore) -> str:
 
 
 def _try_load(
-    store: ObjectStore, party: Party, state: Mapping[str, Any], ref: ManifestRef, *, strict: bool
+    store: ObjectStore,
+    party: Party,
+    state: Mapping[str, Any],
+    ref: ManifestRef,
+    *,
+    strict: bool,
+    skip: Sequence[str],
 ) -> tuple[Manifest | None, Fit, Exception | None]:
     try:
         try:
@@ -308,7 +316,7 @@ def _try_load(
             raise
         except Exception as e:  # of these the others may know nothing
             raise (GroupError if isinstance(e, RuntimeError) else UnagreedError)(e) from e
-        return manifest, load_together(store, manifest, party, state, strict=strict), None
+        return manifest, load_together(store, manifest, party, state, strict=strict, skip=skip), None
     except Exception as e:  # whatever it is, the others must hear of it before this rank raises
         return None, Fit(), e
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -32,7 +32,7 @@ from surefoot.ckpt.saving.calls import Calls
 from surefoot.ckpt.saving.equipment import Equipment
 from surefoot.ckpt.saving.generation import OwnGeneration
 from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
-from surefoot.ckpt.saving.options import require_mapping, require_sensible, whole_step
+from surefoot.ckpt.saving.options import require_mapping, require_names, require_sensible, whole_step
 from surefoot.ckpt.saving.takeoff import Takeoff
 from surefoot.ckpt.saving.writer import KILL_AFTER_S
 from surefoot.ckpt.store import ObjectStore, Root, open_store
@@ -114,7 +114,13 @@ class Checkpointer:
     # ---- public
 
     def load(
-        self, state: Mapping[str, Any], step: int | None = None, *, strict: bool = True, wait_s: float = 0.0
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        skip: Sequence[str] = (),
+        wait_s: float = 0.0,
     ) -> Loaded | None:
         """Fill `state` in place from the newest readable step (or from `step`); None where the root holds nothing.
 
@@ -125,13 +131,15 @@ class Checkpointer:
 
         Args:
             strict: refuse names that only the state or only the checkpoint has. Otherwise the former keep their values, and
-                `Loaded` lists both. Another shape or type is refused either way.
+                `Loaded` lists both. Another shape or type is refused either way, and so is a state none of whose tensors is there.
+            skip: names to leave as they are, with all below them and with the optimizers' state of such parameters: nothing is read
+                for them, and in neither mode is anything said of them. The same on all ranks.
             wait_s: how long to wait for `step`, where it is not committed yet.
 
         Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
         """
         with self._calls.one():
-            loaded = self._load(state, step, strict=strict, wait_s=wait_s)
+            loaded = self._load(state, step, strict=strict, skip=skip, wait_s=wait_s)
             if loaded is not None and self._resume is None:
                 self._resume = note_start(self._store, self._calls.channel(), loaded)
             self._prepare(state)
@@ -276,10 +284,17 @@ class Checkpointer:
     # ---- between saves
 
     def _load(
-        self, state: Mapping[str, Any], step: int | None, *, strict: bool, wait_s: float = 0.0
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        *,
+        strict: bool,
+        skip: Sequence[str],
+        wait_s: float = 0.0,
     ) -> Loaded | None:
         """`load` without a resume marker, and without getting ready."""
         require_mapping(state)
+        require_names(skip)
         channel = self._calls.channel()
         self._settle()
         if channel.rank == 0:
@@ -290,6 +305,7 @@ class Checkpointer:
             state,
             step=step,
             strict=strict,
+            skip=skip,
             group=self._group,
             resume_tries=self._resume_tries,
             wait_s=wait_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -37,8 +37,9 @@ def load(
     step: int | None = None,
     *,
     strict: bool = True,
+    skip: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> Loaded | None:
     """Load once: see `Checkpointer.load`. Collective."""
     with Checkpointer(root, group) as c, c._calls.one():
-        return c._load(state, step, strict=strict)
+        return c._load(state, step, strict=strict, skip=skip)

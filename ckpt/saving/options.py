@@ -28,6 +28,12 @@ def require_mapping(state: Any) -> None:
         raise StateError(f"state is a {type(state).__name__}: give a mapping, such as {{'model': module}}")
 
 
+def require_names(skip: Any) -> None:
+    """Raises ValueError for one text, which would be read letter by letter, and for what is no text."""
+    if isinstance(skip, str) or not all(isinstance(name, str) and name.strip(".") for name in skip):
+        raise ValueError(f"skip = {skip!r}: a list of names, such as ['model.head']")
+
+
 def require_sensible(keep: Any, keep_every: Any, memory_budget: Any, deadline_s: Any, busy: Any) -> None:
     """Raises ValueError for options that would fail later, or be passed over in silence."""
     for name, count, least in (
