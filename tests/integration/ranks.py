@@ -161,8 +161,7 @@ class Running:
     def end(self) -> None:
         """Whatever still runs is killed, and reaped by the host."""
         for rank in self._living():
-            with suppress(ProcessLookupError):  # it has ended, and the word of that is under way
-                os.kill(self.pids[rank], signal.SIGKILL)
+            self._signal(rank, signal.SIGKILL)
         while self._leftovers is None:
             if not self._hear(LAST_S):
                 raise AssertionError(f"{self._function}: the process that forks ranks does not answer")
@@ -179,6 +178,10 @@ class Running:
             self._codes[rank] = code
         return True
 
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and the word of that is under way
+            os.kill(self.pids[rank], number)
+
     def _living(self) -> list[int]:
         return [r for r in range(len(self.pids)) if r not in self._codes]
 
@@ -191,7 +194,7 @@ class Running:
         """The stacks of all that still run, and how the others ended."""
         living = self._living()
         for rank in living:
-            os.kill(self.pids[rank], SHOW_STACKS)
+            self._signal(rank, SHOW_STACKS)
         until = time.monotonic() + STACKS_S
         while time.monotonic() < until and any("Current thread" not in self.log(r) for r in living):
             time.sleep(0.02)  # the pace of polling
