@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import is_lazy
 
-from surefoot.ckpt.boxes import Box, Held, Sharding, held_boxes, intersect, local_shape, relative, whole
+from surefoot.ckpt.boxes import Box, Held, Sharding, held_boxes, intersect, local_shape, whole
 from surefoot.ckpt.errors import StateError
 from surefoot.ckpt.live.declared import Boxes
 from surefoot.ckpt.manifest import TensorMeta
@@ -52,7 +52,7 @@ class Leaf:
         return {h.box: i for i, h in enumerate(self.held)}
 
     def holding(self, box: Box) -> int:
-        """Which of the held boxes `box` lies within. Raises ValueError where there are several, and it lies within none."""
+        """Which of the held boxes `box` lies within, if any. Raises ValueError where there are several, and it lies within none."""
         if len(self.held) == 1:
             return 0
         if (known := self._position.get(box)) is not None:
@@ -229,8 +229,13 @@ def part_of(leaf: Leaf, box: Box) -> torch.Tensor:
     outer, view = leaf.held[at].box, leaf.views[at]
     if box == outer:
         return view
-    inside = relative(box, outer)
-    return view[tuple([slice(o, o + e) for o, e in zip(inside.offset, inside.extent, strict=True)])]
+    offset = view.storage_offset()
+    strides = view.stride()
+    for o, e, begin, n, stride in zip(*box, *outer, strides, strict=True):
+        if o < begin or o + e > begin + n:
+            raise ValueError(f"{leaf.name}: {box} does not lie within {outer}, which is held here")
+        offset += (o - begin) * stride
+    return view.as_strided(box.extent, strides, offset)  # one call, where slices are one per dimension
 
 
 def memory_of(t: torch.Tensor) -> torch.Tensor:

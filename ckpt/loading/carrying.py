@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -78,6 +79,18 @@ class _Buffer:
     home: bool
 
 
+class _Errand(NamedTuple):
+    """A segment that this rank reads for itself, and what it needs of it: each with the live memory where its bytes can go
+    straight. Where needs overlap, none can.
+
+    All are worked out before the first is read: in between, copying would have emptied the processor's caches each time.
+    """
+
+    segment: Segment
+    needs: Sequence[Need]
+    homes: Sequence[memoryview | None]
+
+
 class _Inline(Executor):
     """Does what it is given at once, in the thread that gives it."""
 
@@ -91,10 +104,10 @@ class _Inline(Executor):
 
 
 def _submitted(
-    pool: Executor, read: Callable[[Segment], None], segments: Sequence[Segment]
+    pool: Executor, read: Callable[[_Errand], None], errands: Sequence[_Errand]
 ) -> Iterable[Future[None]]:
     """All at once; one after the other where that is how they are done, so that the first that fails is the last."""
-    futures = (pool.submit(read, s) for s in segments)
+    futures = (pool.submit(read, e) for e in errands)
     return futures if isinstance(pool, _Inline) else list(futures)
 
 
@@ -116,11 +129,12 @@ class Carrier:
         for want in wants:
             for h in want.leaf.held:
                 self._leaves.setdefault((want.stored, h.box), []).append(want.leaf)
-        self._whole: dict[tuple[str, Box], memoryview | None] = {}
+        self._met: dict[tuple[int, Box, Box], memoryview | None] = {}
         self._streams = CallersStreams(v.device for w in wants for v in w.leaf.views)
         self._pinned = bool(self._streams)
         self._scratch = _Scratch(pinned=self._pinned)
-        self._private = deque(plan.private)
+        with torch.no_grad():
+            self._private = deque([self._errand(s) for s in plan.private])
 
     def run(self) -> None:
         """Raises: StoppedError, UnagreedError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
@@ -135,35 +149,31 @@ class Carrier:
 
     # ---- what this rank needs alone
 
-    def _read_private(self, segment: Segment) -> None:
+    def _read_private(self, errand: _Errand) -> None:
+        segment, needs, homes = errand
         with torch.no_grad():  # a thread begins with gradients on
-            mine = 1 << self._plan.rank
-            needs = [n for n in self._plan.needs(segment) if n.ranks & mine]
-            begin, end = self._plan.extent(segment)
-            homes = self._homes(needs)
             if None in homes and self._take_in(segment):
                 return
+            begin, end = self._plan.extent(segment)
             buffer = _Buffer(data=self._scratch.take(end - begin), home=False)
             self._read(segment, _places(needs, homes, begin, end, _bytes_of(buffer.data)))
             if None in homes:
                 late = {(n.piece.at, n.held) for n, home in zip(needs, homes, strict=True) if home is None}
-                cuts = self._plan.cuts(segment, mine)
+                cuts = self._plan.cuts(segment, 1 << self._plan.rank)
                 self._unpack([c for c in cuts if (c.piece.at, c.held) in late], buffer, begin)
             self._scratch.give(buffer)
 
-    def _homes(self, needs: Sequence[Need]) -> list[memoryview | None]:
-        """The live memory of each need whose bytes can go straight there; where needs overlap, none can."""
-        if any(n.end > after.begin for n, after in itertools.pairwise(needs)):
-            return [None] * len(needs)
-        return [self._home(n) for n in needs]
+    def _errand(self, segment: Segment) -> _Errand:
+        needs = [n for n in self._plan.needs(segment) if n.ranks >> self._plan.rank & 1]
+        if any([n.end > after.begin for n, after in itertools.pairwise(needs)]):
+            return _Errand(segment, needs, [None] * len(needs))
+        return _Errand(segment, needs, [self._home(n) for n in needs])
 
     def _home(self, n: Need) -> memoryview | None:
-        if n.box != n.held:
-            return None if (live := self._live(n)) is None else _bytes_of(live)
-        key = n.piece.name, n.held
-        if key not in self._whole:  # a large one is met in many segments
-            self._whole[key] = None if (live := self._live(n)) is None else _bytes_of(live)
-        return self._whole[key]
+        key = id(n.piece), n.held, n.box
+        if key not in self._met:  # a large one is met in many segments
+            self._met[key] = None if (live := self._live(n)) is None else _bytes_of(live)
+        return self._met[key]
 
     def _take_in(self, segment: Segment) -> bool:
         """Copy what this rank wants from where the segment lies, block by block: what was just checked is in the cache. False where
@@ -305,8 +315,9 @@ class Carrier:
 
     def _pack(self, part: _Part, raw: torch.Tensor, begin: int) -> _Buffer:
         target = self._scratch.take(part.nbytes)
+        there, here = _Bits(target), _Bits(raw)
         for c, at in zip(part.cuts, _offsets(part.cuts), strict=True):
-            _stored(c, target, at, packed=True).copy_(_stored(c, raw, c.begin - begin, packed=False))
+            _stored(c, there, at, packed=True).copy_(_stored(c, here, c.begin - begin, packed=False))
         return _Buffer(data=target, home=False)
 
     def _landing(self, segment: Segment | None, nbytes: int) -> _Buffer:
@@ -337,10 +348,11 @@ class Carrier:
         if buffer.home:
             return
         offsets = _offsets(cuts) if begin is None else [c.begin - begin for c in cuts]
+        bits = _Bits(buffer.data)
         with torch.no_grad():
             for c, at in zip(cuts, offsets, strict=True):
                 if c.ranks >> self._plan.rank & 1:
-                    stored = _stored(c, buffer.data, at, packed=begin is None)
+                    stored = _stored(c, bits, at, packed=begin is None)
                     for leaf in self._leaves[c.piece.name, c.held]:
                         part_of(leaf, c.box).view(stored.dtype).copy_(stored, non_blocking=self._pinned)
             self._streams.synchronize()  # the buffer is used again
@@ -371,14 +383,31 @@ def _bytes_of(t: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _stored(c: Cut, raw: torch.Tensor, at: int, *, packed: bool) -> torch.Tensor:
-    """A cut as it lies in memory, as integers of its element's size."""
-    extent = c.box.extent
+class _Bits:
+    """Memory (uint8) as integers of whatever size is asked for."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self._raw = raw
+        self._of: dict[int, torch.Tensor] = {}
+
+    def of(self, itemsize: int) -> torch.Tensor:
+        if (known := self._of.get(itemsize)) is None:
+            n = self._raw.numel()
+            known = self._of[itemsize] = self._raw[: n - n % itemsize].view(_BITS[itemsize])
+        return known
+
+
+def _stored(c: Cut, raw: _Bits, at: int, *, packed: bool) -> torch.Tensor:
+    """A cut as it lies in memory, from byte `at` on, as integers of its element's size."""
     itemsize = c.nbytes // c.box.numel
-    rows = extent if packed else c.piece.extent
-    strides = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
-    nbytes = c.nbytes if packed else c.end - c.begin
-    return raw[at : at + nbytes].view(_BITS[itemsize]).as_strided(extent, strides)
+    bits = raw.of(itemsize)
+    strides = _strides(c.box.extent if packed else c.piece.extent)
+    return bits.as_strided(c.box.extent, strides, bits.storage_offset() + at // itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _strides(extent: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(extent[i + 1 :]) for i in range(len(extent)))
 
 
 def _parts(cuts: Sequence[Cut], others: int, nbytes: int) -> list[_Part]:

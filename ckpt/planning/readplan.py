@@ -108,14 +108,14 @@ class ReadPlan:
         itemsizes: Mapping[str, int],
         pace: Pace,
         neighbours: Sequence[int] = (),
-        onlookers: Sequence[int] = (),
+        checkers: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
         self.objects = objects
         self.rank = rank
         self.world_size = world_size
         self.pace = pace
         self._needs = needs
-        self._onlookers = onlookers
+        self._checkers = checkers or {}
         self._ends = [list(itertools.accumulate((n.end for n in of), max)) for of in needs]
         self._itemsizes = itemsizes
         self.private = tuple(
@@ -136,10 +136,7 @@ class ReadPlan:
 
     def checks(self, block: Segment) -> bool:
         """Does this rank compare the block with its checksum, if it looks at it where it lies?"""
-        if all(block.ranks & ~together for together in self._onlookers):
-            return True
-        members = [r for r in range(block.ranks.bit_length()) if block.ranks >> r & 1]
-        return members[block.first % len(members)] == self.rank
+        return self._checkers.get((block.source, block.first), self.rank) == self.rank
 
     def needs(self, segment: Segment) -> Iterator[Need]:
         """The needs that have bytes in the segment, by position."""
@@ -260,7 +257,7 @@ def plan_reads(
         itemsizes=itemsizes,
         pace=pace,
         neighbours=neighbours,
-        onlookers=onlookers,
+        checkers=_checkers(runs, onlookers),
     )
 
 
@@ -381,6 +378,21 @@ def _segments(source: DataObject, run: Segment, nbytes: int, load: list[int] | N
             reader = min(members, key=lambda r: (load[r], r))
             load[reader] += (end - at) * source.block_nbytes
         yield run._replace(first=at, stop=end, reader=reader)
+
+
+def _checkers(
+    runs: Iterable[tuple[int, int, int, int]], onlookers: Sequence[int]
+) -> dict[tuple[int, int], int]:
+    """Who checks a block (object, number) that several want who see the same memory: they take turns."""
+    found: dict[tuple[int, int], int] = {}
+    turns: dict[int, Iterator[int]] = {}
+    for number, first, stop, ranks in runs:
+        if ranks.bit_count() > 1 and not all(ranks & ~together for together in onlookers):
+            turn = turns.setdefault(
+                ranks, itertools.cycle([r for r in range(ranks.bit_length()) if ranks >> r & 1])
+            )
+            found.update({(number, block): next(turn) for block in range(first, stop)})
+    return found
 
 
 def _extent(source: DataObject, s: Segment) -> tuple[int, int]:
