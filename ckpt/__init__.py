@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from surefoot.ckpt.saving.generation import StaleStartError
     from surefoot.ckpt.saving.oneshot import load, save
     from surefoot.ckpt.store import ObjectStoreDeniedError, ObjectStoreError, ObjectStoreUnavailableError
+    from surefoot.ckpt.storeline import ChannelError
     from surefoot.ckpt.tools.exporting import export
     from surefoot.ckpt.tools.inspect import steps
     from surefoot.ckpt.tools.onetensor import read
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Boxes",
+    "ChannelError",
     "Checkpointer",
     "CkptError",
     "CkptUserError",
@@ -92,6 +94,7 @@ _HOMES = {
     "Report": "tools.verifying",
     "export": "tools.exporting",
     "Manifest": "manifest",
+    "ChannelError": "storeline",
     "CkptError": "errors",
     "CkptUserError": "errors",
     "CkptWorldError": "errors",

@@ -106,10 +106,10 @@ class CommitError(CkptWorldError):
 
 
 class ReplicasDifferError(CommitError):
-    """Ranks that hold the same box of a tensor hold other content: silent corruption, or two tensors under one name.
+    """Ranks hold other content where they should hold the same: silent corruption, or two things under one name.
 
-    `ranks_by_checksum` tells who holds what in `box` of the tensor `name`; `odd` are the ranks that differ from a majority of
-    holders in any box, empty where no majority agrees.
+    `ranks_by_checksum` tells who holds what in `box` of the tensor `name` (None: not of a tensor, but of a value, a cursor or a tie, and
+    words may stand for checksums); `odd` are the ranks that differ from a majority of holders in any box, empty where no majority agrees.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ReplicasDifferError(CommitError):
         message: str,
         *,
         name: str,
-        box: Box,
+        box: Box | None,
         ranks_by_checksum: Mapping[str, tuple[int, ...]],
         odd: tuple[int, ...],
     ) -> None:

@@ -7,6 +7,7 @@ created once, by *conditional creation*, and read or deleted after that.
 from __future__ import annotations
 
 import os
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -165,6 +166,13 @@ class ObjectStore(Protocol):
         ...
 
 
+def until(store: ObjectStore, deadline: float) -> ObjectStore:
+    """The same store, for calls that are not to outlast `deadline` (on the monotonic clock), whatever they may take elsewhere; the store
+    itself where its calls wait for nobody (files, memory)."""
+    bounded = getattr(store, "until", None)
+    return store if bounded is None else bounded(deadline)
+
+
 def each_of(act: Callable[[_A], _R], items: Iterable[_A]) -> list[_R]:
     """`act`, a small read, of each item; in their order, where there are many some at a time. Raises what the first that fails raises."""
     todo = list(items)
@@ -209,7 +217,12 @@ def open_store(root: Root, *, deadline_s: float = 30.0) -> ObjectStore:
     Raises:
         ValueError: no URL of ours.
     """
-    url = os.fspath(root)
+    url = os.fspath(root) if isinstance(root, str | os.PathLike) else None
+    if not isinstance(url, str):
+        raise ValueError(
+            f"{reprlib.repr(root)} (of type {type(root).__name__}) is no root for checkpoints, which comes first: give a path (text or "
+            f"pathlib.Path), file:///path or s3://bucket/prefix, and the state to save and load"
+        )
     parts = urlsplit(url)
     if parts.scheme == "s3" and parts.netloc:
         from surefoot.ckpt.objects.s3 import S3ObjectStore

@@ -262,7 +262,7 @@ class Effects:
         generation, step = decision.generation, decision.step
         with history.operation("set_aside", generation=generation, step=step) as result:
             ref = ManifestRef(step=step, generation=generation, key=manifest_key(generation, step))
-            result["there"] = set_aside(self._means.objects, ref, decision.reason)
+            result["there"] = set_aside(self._means.objects, ref, decision.reason, finder="the controller")
 
     # ---- etcd, fenced
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import xxhash
 
-from surefoot.ckpt.errors import CommitError, CoverageError, StateError
+from surefoot.ckpt.errors import CommitError, CoverageError, ReplicasDifferError, StateError
 from surefoot.ckpt.format.sound import require_sound_contents
 from surefoot.ckpt.format.values import first_difference, tensor_names
 from surefoot.ckpt.manifest import (
@@ -24,7 +25,7 @@ from surefoot.ckpt.manifest import (
     TensorMeta,
     attempt_prefix,
 )
-from surefoot.ckpt.planning.replicas import require_equal
+from surefoot.ckpt.planning.replicas import odd_of, require_equal
 
 NAMED_MAX = 16
 """Ranks that a message lists."""
@@ -46,7 +47,7 @@ def merge_parts(
 
     Raises:
         CommitError: a writer failed, ranks are missing or disagree, an object is not there in full or contradicts itself;
-            ReplicasDifferError: ranks hold other content where they should hold the same.
+            ReplicasDifferError: ranks hold other content, values or ties where they should hold the same, or give other cursors.
         CoverageError: some element is stored never or twice.
     """
     where = f"step {step} of generation {generation}, attempt {attempt}"
@@ -114,7 +115,7 @@ def _merged_aliases(
     """Second names of what is stored. Where a rank holds one of two tied names alone it is stored there, and needs no alias;
     where ranks tie a name to different ones, those hold the same, and the lowest rank's word is taken.
 
-    Raises CommitError where a rank has two tensors that are one on another: their contents could differ unseen.
+    Raises ReplicasDifferError where a rank has two tensors that are one on another: their contents could differ unseen.
     """
     merged: dict[str, str] = {}
     for r in ranks:
@@ -123,9 +124,14 @@ def _merged_aliases(
                 if target in tensors:
                     merged.setdefault(name, target)
             elif apart := [o.rank for o in ranks if name in o.tensors and target in o.tensors]:
-                raise CommitError(
+                raise _differ(
                     f"{where}: replicas differ: {name} is tied to {target} on rank {r.rank} and a tensor of its own on ranks "
-                    f"{apart[:NAMED_MAX]}; tie it on all of them or on none"
+                    f"{apart[:NAMED_MAX]}; tie it on all of them or on none",
+                    name,
+                    {
+                        f"tied to {target}": [o.rank for o in ranks if o.aliases.get(name) == target],
+                        "a tensor of its own": apart,
+                    },
                 )
     return dict(sorted(merged.items()))
 
@@ -152,18 +158,29 @@ def _merged_values(ranks: Sequence[RankPart], where: str) -> dict[str, Any]:
     return dict(sorted(merged.items()))
 
 
-def _values_differ(ranks: Sequence[RankPart], name: str, where: str) -> CommitError:
+def _differ(message: str, name: str, ranks: Mapping[str, Sequence[int]]) -> ReplicasDifferError:
+    """Of something that is no tensor's content: `ranks` that hold what."""
+    held = {what: tuple(some) for what, some in ranks.items()}
+    return ReplicasDifferError(
+        message, name=name, box=None, ranks_by_checksum=held, odd=odd_of(held.values())
+    )
+
+
+def _values_differ(ranks: Sequence[RankPart], name: str, where: str) -> ReplicasDifferError:
     """Who has what, where two of the values begin to differ."""
     holders: dict[bytes, tuple[Any, list[int]]] = {}
     for r in ranks:
         if name in r.values:
             holders.setdefault(_alike(r.values[name]), (r.values[name], []))[1].append(r.rank)
     (one, some), (other, others) = list(holders.values())[:2]
+    held = {xxhash.xxh3_64_hexdigest(value): found for value, (_, found) in holders.items()}
     at, a, b = first_difference(one, other, name)
     more = f", and {len(holders) - 2} other values on further ranks" if len(holders) > 2 else ""
-    return CommitError(
+    return _differ(
         f"{where}: replicas differ: {at} is {_short(a)} on ranks {some[:NAMED_MAX]} and {_short(b)} on ranks {others[:NAMED_MAX]}{more}; "
-        f"a value must be the same on all ranks that have it: where each rank has its own, wrap it in ckpt.PerRank"
+        f"a value must be the same on all ranks that have it: where each rank has its own, wrap it in ckpt.PerRank",
+        name,
+        held,
     )
 
 
@@ -174,9 +191,11 @@ def _require_one_kind(ranks: Sequence[RankPart], values: Mapping[str, Any], wher
         if name not in tensor_names(values[name]):
             some = [r.rank for r in ranks if name in r.tensors or name in r.aliases]
             others = [r.rank for r in ranks if name in r.values]
-            raise CommitError(
+            raise _differ(
                 f"{where}: replicas differ: {name} is a tensor on ranks {some[:NAMED_MAX]} and {_short(values[name])} on ranks "
-                f"{others[:NAMED_MAX]}; where each rank has its own, wrap it in ckpt.PerRank or give it another name"
+                f"{others[:NAMED_MAX]}; where each rank has its own, wrap it in ckpt.PerRank or give it another name",
+                name,
+                {"a tensor": some, "a value": others},
             )
 
 
@@ -194,10 +213,17 @@ def _merged_ledger(ranks: Iterable[RankPart], where: str) -> tuple[LedgerRow, ..
 
 
 def _equal_cursor(ranks: Sequence[RankPart], where: str) -> dict[str, Any] | None:
-    of_first = _alike(ranks[0].cursor)
-    for r in ranks[1:]:
-        if _alike(r.cursor) != of_first:
-            raise CommitError(f"{where}: the loader's cursor of rank {r.rank} differs from that of rank 0")
+    held: dict[str, list[int]] = {}
+    for r in ranks:
+        held.setdefault(xxhash.xxh3_64_hexdigest(_alike(r.cursor)), []).append(r.rank)
+    if len(held) > 1:
+        (first, *_), (other, *_) = list(held.values())[:2]
+        raise _differ(
+            f"{where}: replicas differ: the loader's cursor of rank {other} differs from that of rank {first}; give the same on all "
+            f"ranks, and what each has of its own as extra=",
+            "cursor",
+            held,
+        )
     return ranks[0].cursor
 
 

@@ -75,11 +75,15 @@ def note_resume(store: ObjectStore, ref: ManifestRef) -> Resume | None:
     return Resume(store, key)
 
 
-def set_aside(store: ObjectStore, ref: ManifestRef, reason: str) -> bool:
+def set_aside(store: ObjectStore, ref: ManifestRef, reason: str, *, finder: str = "an earlier load") -> bool:
     """Mark a damaged checkpoint, which then is no verified one any more. False where its manifest is gone: then nothing is damaged,
-    retention has deleted it meanwhile. Never raises: a store that cannot be written to can still be loaded from."""
+    retention has deleted it meanwhile. Never raises: a store that cannot be written to can still be loaded from.
+
+    Args:
+        finder: who has found the damage, for whoever is told later that the step is passed over.
+    """
     try:
-        raise_flag(store, ref, "aside", reason)
+        raise_flag(store, ref, "aside", f"{reason} (found by {finder})")
         lower_flag(store, ref, "verified")
         if not any(o.key == ref.key for o in store.list(step_prefix(ref.generation, ref.step))):
             lower_flag(store, ref, "aside")
@@ -143,7 +147,7 @@ def choose(
     """
     sound = [m for m in reversed(line) if (m.generation, m.step) not in aside]
     passed = [
-        (m, f"set aside by an earlier load: {aside[m.generation, m.step]}")
+        (m, f"set aside: {aside[m.generation, m.step]}")
         for m in reversed(line)
         if (m.generation, m.step) in aside and (not sound or m > sound[0])
     ]

@@ -10,6 +10,8 @@ reads, s3errors.py what failures mean.
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import time
 import zlib
@@ -73,11 +75,19 @@ class S3ObjectStore:
         )
         self.conditional = True
         """Creations carry a condition."""
+        self._begun, self._ends = 0.0, math.inf
+        """When calls were said to end (`until`), and when that is, on the monotonic clock."""
         self._session = session or Session()
 
     @property
     def root(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def until(self, deadline: float) -> S3ObjectStore:
+        """The same store, on the same connections, none of whose calls outlasts `deadline` (on the monotonic clock)."""
+        bounded = copy.copy(self)
+        bounded._begun, bounded._ends = time.monotonic(), min(deadline, self._ends)
+        return bounded
 
     # ------------------------------------------------------------ creating
 
@@ -97,7 +107,7 @@ class S3ObjectStore:
             upload.abort()
 
     def upload(self, key: str, size: int, *, deadline_s: float) -> S3Upload:
-        return S3Upload(self._session, self._target(key), size, self._sizing, deadline_s)
+        return S3Upload(self._session, self._target(key), size, self._sizing, deadline_s, ends=self._ends)
 
     def do_without_conditions(self) -> None:
         """From now on create without ``If-None-Match``, for a store that does not know it: look, put, and read back whose object
@@ -229,8 +239,11 @@ class S3ObjectStore:
     def _patience(self, nbytes: int = 0, *, of_one_try: int | None = None) -> Patience:
         """For a call that moves so many bytes, and so many in one try."""
         one = nbytes if of_one_try is None else of_one_try
+        now = time.monotonic()
+        own = now + self._deadline_s + nbytes / SLOWEST_BYTES_PER_S
         return Patience(
-            deadline=time.monotonic() + self._deadline_s + nbytes / SLOWEST_BYTES_PER_S,
+            begun=now if own <= self._ends else self._begun,
+            deadline=min(own, self._ends),
             try_s=self._sizing.try_s + one / SLOWEST_BYTES_PER_S,
         )
 

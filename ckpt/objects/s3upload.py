@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import secrets
 import threading
 import time
@@ -46,8 +47,8 @@ MOST_PARTS = 10_000
 """S3's limit for one upload."""
 RESTART_S = 60.0
 """An upload under way outlives a store that restarts. (One that begins hears within `UNREACHABLE_S` that nobody is there.)"""
-ABORT_S = 2.0
-"""How long an abort waits for parts under way to end."""
+ABORT_S = 1.0
+"""How long an abort waits for parts under way to end, and for the store where the deadline of the upload has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +82,23 @@ class S3Upload:
     """See the module and `Upload`. An object of one part goes up with a single conditional PUT, when it is finished."""
 
     def __init__(
-        self, session: Session, target: Target, size: int, sizing: Sizing, deadline_s: float
+        self,
+        session: Session,
+        target: Target,
+        size: int,
+        sizing: Sizing,
+        deadline_s: float,
+        *,
+        ends: float = math.inf,
     ) -> None:
         self._session = session
         self._target = target
         self._size = size
         self._part_nbytes = max(sizing.part_nbytes, -(-size // MOST_PARTS))
         self._sizing = sizing
-        self._begun = time.monotonic()
-        self._deadline = self._begun + deadline_s
+        now = time.monotonic()
+        self._deadline = min(now + deadline_s, ends)
+        self._begun = min(now, self._deadline)
         self._nonce = secrets.token_hex(8)
         self._part = _Part()
         self._taken = 0
@@ -145,7 +154,8 @@ class S3Upload:
         with self._changed:  # a part that arrives after the abort would stay behind
             self._changed.wait_for(lambda: not self._going, ABORT_S)
         if self._id:
-            abort_upload(self._session, self._target, self._id, self._sizing.try_s)
+            left_s = max(self._deadline - time.monotonic(), ABORT_S)
+            abort_upload(self._session, self._target, self._id, min(self._sizing.try_s, left_s))
 
     # ------------------------------------------------------------ parts
 

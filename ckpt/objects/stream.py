@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import xxhash
 
 from surefoot.ckpt.errors import CommitError, ImageError
-from surefoot.ckpt.store import ObjectExistsError, ObjectMissingError, ObjectStore, ObjectUnknownError
+from surefoot.ckpt.store import (
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectStore,
+    ObjectStoreUnavailableError,
+    ObjectUnknownError,
+)
 from surefoot.failpoint import failpoint
 
 CHUNK_NBYTES = 2**21
@@ -123,15 +129,16 @@ class _Sums:
 
 
 def _recognise(store: ObjectStore, what: Streaming, checksums: Sequence[str], error: Exception) -> None:
-    """Raises `error` where nothing stands under the key, CommitError where something else does."""
+    """Raises `error` where nothing stands under the key or nobody can look, CommitError where something else does."""
     try:
         same = store.read(what.key, 0, len(what.header)) == what.header
         for number, expected in enumerate(checksums):
             at = len(what.header) + number * what.block_nbytes
             same = same and xxhash.xxh3_64_hexdigest(store.read(what.key, at, what.block_nbytes)) == expected
-    except ObjectMissingError:
+        same = same and not store.read(what.key, what.size, 1)
+    except (ObjectMissingError, ObjectStoreUnavailableError):
         raise error from None
-    if not same or store.read(what.key, what.size, 1):
+    if not same:
         raise CommitError(
             f"{what.key} stands in {store.root} with other content: two writers use one attempt"
         ) from error
@@ -149,7 +156,7 @@ def create_or_recognise(store: ObjectStore, key: str, data: bytes | bytearray) -
     except (ObjectExistsError, ObjectUnknownError) as e:
         try:
             found = store.read(key)
-        except ObjectMissingError:
+        except (ObjectMissingError, ObjectStoreUnavailableError):
             raise e from None
         if found != data:
             raise CommitError(

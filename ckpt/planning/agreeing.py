@@ -16,12 +16,13 @@ NAMED_MAX = 8
 
 class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a rank says. `root`: where it saves. `fresh`: its layout is not the one agreed on last. `failure`: it cannot save, and
-    why."""
+    why; `kind`: the class of that error."""
 
     step: int
     root: str = ""
     fresh: bool = False
     failure: str = ""
+    kind: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,6 +31,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempt: str
     fresh: bool = False
     failure: str = ""
+    kind: str = ""
+    """The class of the first rank's error: all raise the same."""
     others: str = ""
     """Ranks that save another step than rank 0."""
     roots: str = ""
@@ -45,10 +48,12 @@ def differing(values: Sequence[object]) -> str:
 def judge(words: Sequence[Word], attempt: str) -> Verdict:
     """`words` in rank order."""
     failed = [f"rank {r}: {w.failure}" for r, w in enumerate(words) if w.failure]
+    kinds = [w.kind for w in words if w.failure]
     return Verdict(
         attempt=attempt,
         fresh=any(w.fresh for w in words),
         failure="; ".join(failed[:NAMED_MAX]),
+        kind=kinds[0] if kinds else "",
         others=differing([w.step for w in words]),
         roots=differing([w.root for w in words]),
     )

@@ -6,7 +6,7 @@ differ and more than half of its holders agree, the others are odd. With two hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from surefoot.ckpt.boxes import Box
@@ -29,10 +29,15 @@ class Dissent:
     @property
     def odd(self) -> tuple[int, ...]:
         """The ranks outside a majority; empty where there is none."""
-        groups = sorted(self.ranks_by_checksum.values(), key=len)
-        if 2 * len(groups[-1]) <= sum(map(len, groups)):
-            return ()
-        return tuple(sorted(r for g in groups[:-1] for r in g))
+        return odd_of(self.ranks_by_checksum.values())
+
+
+def odd_of(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of ranks, grouped by what they hold: those outside a majority, ascending; empty where there is none."""
+    *fewer, most = sorted(groups, key=len)
+    if 2 * len(most) <= len(most) + sum(map(len, fewer)):
+        return ()
+    return tuple(sorted(r for g in fewer for r in g))
 
 
 def label(name: str, box: Box) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from surefoot.ckpt.channel import Channel
-from surefoot.ckpt.errors import CkptUserError, CommitError
+from surefoot.ckpt.errors import CkptUserError
 from surefoot.ckpt.format.plain import encode_plain
 from surefoot.ckpt.live.livestate import LiveState
 from surefoot.ckpt.planning.agreeing import Verdict, Word, decode_verdict, decode_word, judge
 from surefoot.ckpt.saving.generation import OwnGeneration
+from surefoot.ckpt.saving.troubles import refusal, words_of
 
 Plain = dict[str, dict[str, Any] | None]
 """What a caller gives beside the state, by name: first as it was given, then as it is stored."""
@@ -44,17 +45,19 @@ class Agreement:
     ) -> str:
         """`ask`, and where a layout is new all tell theirs. Returns the attempt.
 
-        Raises: what is wrong with this rank's state; CommitError (another's), CkptUserError (ranks do not save the same).
+        Raises, the same on all ranks: CkptUserError (StateError) where a rank cannot save this or ranks do not save the same;
+        CommitError where something else is in a rank's way.
         """
         verdict, error = self.ask(step, state, plain, live, channel)
-        if error is not None:
-            raise error
         if verdict.roots:
             raise CkptUserError(
                 f"ranks save under different roots ({verdict.roots}): give all the same, a folder or bucket that all of them see"
             )
         if verdict.failure:
-            raise CommitError(f"step {step} cannot be saved: {verdict.failure}")
+            refused = refusal(verdict.kind, f"step {step} cannot be saved: {verdict.failure}")
+            if error is not None and type(error) is type(refused):
+                raise error
+            raise refused from error
         if verdict.others:
             raise CkptUserError(
                 f"this rank saves step {step}, others do not ({verdict.others}): all ranks save together"
@@ -72,4 +75,5 @@ class Agreement:
             plain |= {name: encode_plain(name, given) for name, given in plain.items()}
             return Word(step=step, root=self._root, fresh=live.look(state)), None
         except Exception as e:  # the others must hear of it before this rank raises
-            return Word(step=step, root=self._root, failure=f"{type(e).__name__}: {e}"), e
+            word = Word(step=step, root=self._root, failure=words_of(e), kind=type(e).__name__)
+            return word, e

@@ -42,10 +42,13 @@ from surefoot.ckpt.store import (
     ObjectStoreUnavailableError,
     ObjectUnknownError,
     each_of,
+    until,
 )
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
+ANSWER_S = 3.0
+"""How long beyond the deadline the object store may take to answer what was asked just before it."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.005, 0.5
 """Parts of small states arrive within milliseconds, those of large ones within minutes; a listing costs about 10 ms on S3."""
 
@@ -73,10 +76,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """Nothing was committed, and why: in words, and as the error of ours that said so (ReplicasDifferError, for one)."""
+    """Nothing was committed, and why: in words, and as the error that said so: one of ours (ReplicasDifferError, for one), or the
+    object store's."""
 
     reason: str
-    cause: CkptError | None = None
+    cause: CkptError | ObjectStoreError | None = None
 
 
 CommitOutcome = Committed | Fenced | Lost | GivenUp
@@ -91,8 +95,12 @@ def error_of_outcome(outcome: Fenced | Lost | GivenUp, *, generation: int, step:
             return CommitError(
                 f"step {step} of generation {generation} was committed by another attempt, {winner}"
             )
+        case GivenUp(cause=CkptError() as cause):
+            return cause
         case GivenUp(reason=reason, cause=cause):
-            return cause or CommitError(reason)
+            error = CommitError(f"step {step} of generation {generation} was not committed: {reason}")
+            error.__cause__ = cause
+            return error
         case _:
             assert_never(outcome)
 
@@ -110,7 +118,7 @@ def commit(
     """Commit the attempt once all `writers` (numbered from 0) have stored their parts.
 
     Args:
-        deadline_s: how long to wait for parts, and to insist on an answer afterwards.
+        deadline_s: how long to wait for parts, and to insist on an answer afterwards; no call outlasts it by more than `ANSWER_S`.
         facts: kept in the manifest for people: host, durations, code version. `committed_at` (seconds since 1970) is added.
 
     Raises:
@@ -119,6 +127,7 @@ def commit(
         ObjectStoreDeniedError: wrong keys or no permission.
     """
     give_up = time.monotonic() + deadline_s
+    store = until(store, give_up + ANSWER_S)
     with operation("commit", generation=generation, step=step, attempt=attempt) as noted:
         dated = {"committed_at": round(time.time(), 3), **facts}
         outcome = _prepare(store, generation, step, attempt, writers, give_up, dated)
@@ -159,7 +168,7 @@ def _prepare(
     except ObjectStoreDeniedError:
         raise
     except (CkptError, ObjectStoreError) as e:
-        return GivenUp(reason=str(e), cause=e if isinstance(e, CkptError) else None)
+        return GivenUp(reason=str(e), cause=e)
 
 
 def _await_parts(
@@ -172,7 +181,7 @@ def _await_parts(
     parts: dict[str, PartRecord] = {}
     pause_s = FIRST_POLL_S
     while True:
-        trouble = ""
+        trouble, cause = "", None
         try:
             listed = {o.key: o.size for o in store.list(step_prefix(generation, step))}
             sizes = {key: size for key, size in listed.items() if key.startswith(mine)}
@@ -184,13 +193,13 @@ def _await_parts(
                 if found is not None and found.attempt != attempt:
                     return Lost(winner_attempt=found.attempt)
         except ObjectStoreUnavailableError as e:
-            trouble = f"; {e}"
+            trouble, cause = f"; {e}", e
         if time.monotonic() + pause_s > give_up:
             late = sorted(w for key, w in wanted.items() if key not in parts)
             raise CommitError(
                 f"step {step} of generation {generation}, attempt {attempt}: no part from writers {late} in time under {store.root} (do "
                 f"all ranks see the same storage there?){trouble}"
-            )
+            ) from cause
         time.sleep(pause_s)  # an object store has no watch: it can only be asked again
         pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
@@ -285,11 +294,11 @@ def _create_manifest(store: ObjectStore, manifest: Manifest, give_up: float) -> 
         except ObjectStoreUnavailableError as e:
             if unknown is not None:
                 raise unknown from e
-            return GivenUp(reason=str(e))
+            return GivenUp(reason=str(e), cause=e)
         except ObjectStoreError as e:
             if isinstance(e, ObjectStoreDeniedError) or unknown is not None:
                 raise
-            return GivenUp(reason=str(e))
+            return GivenUp(reason=str(e), cause=e)
         found = _read_back(store, key, unknown)
         if found is not None:
             mine = found.attempt == manifest.attempt

@@ -6,8 +6,8 @@ so a late word of an attempt that was given up means nothing to another.
 ::
 
     c/<attempt>        how many ranks have stored their part; the last one leaves
-    w/<attempt>/end    "ok", or earlier, by a rank that failed, what went wrong: rank 0 waits for it
-    w/<attempt>/out    the outcome, by rank 0: the others wait for it
+    w/<attempt>/end    "ok", or earlier, by a rank that failed, what went wrong (`Failure`): rank 0 waits for it
+    w/<attempt>/out    the outcome, by rank 0: the others wait for it, so that all raise the same
 
 Every rank beats meanwhile. A dead rank is named by rank 0 (`channel.SILENT_S`), a dead rank 0 by the end of its TCPStore, a
 dead uploader by the end of its socket.
@@ -25,15 +25,15 @@ from typing import Any
 import msgspec
 
 from surefoot.ckpt.channel import Channel
-from surefoot.ckpt.errors import CommitError, FencedError
+from surefoot.ckpt.errors import CkptError, CommitError, FencedError
 from surefoot.ckpt.keeping.retention import Retention
 from surefoot.ckpt.loading.restore import read_manifest
-from surefoot.ckpt.manifest import Manifest
+from surefoot.ckpt.manifest import Manifest, object_key
 from surefoot.ckpt.record import Record
-from surefoot.ckpt.saving.commit import commit
+from surefoot.ckpt.saving.commit import ANSWER_S, commit
 from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.saving.jobs import AbandonMsg, CommitMsg, CommittedMsg, Trouble, UploadedMsg
-from surefoot.ckpt.saving.troubles import error_of, trouble_of, words_of
+from surefoot.ckpt.saving.troubles import error_of, failed, reason_of, trouble_of, words_of
 from surefoot.ckpt.saving.upload import Attempt
 from surefoot.ckpt.saving.uploader import answer_of, leave_failure, tidy
 from surefoot.ckpt.saving.writer import KILL_AFTER_S, UploaderGoneError, UploaderProcess
@@ -45,8 +45,18 @@ BEAT_S = 1.0
 """How often a rank gives a sign of life, and how often it looks for those of others."""
 START_S = 5.0
 """A thread that does not run by then was not started."""
-PATIENCE_S = 30.0
-"""What the others wait beyond rank 0's deadline, since it knows more about who is late."""
+LATE_S = KILL_AFTER_S
+"""What a rank may take beyond the deadline to say why its part is not stored; who waits for it takes a moment more (`HEARD_S`)."""
+HEARD_S = 2 * BEAT_S
+PATIENCE_S = 15.0
+"""What the others wait beyond rank 0's deadline, since it knows more about who is late: its own `LATE_S`, and the commit's."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank that failed tells rank 0."""
+
+    rank: int
+    trouble: Trouble
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -163,7 +173,7 @@ class Flight:
             return
         with self._starting:
             if not self._running.is_set():
-                self._handle.finish(None, error)
+                self._handle.finish(None, failed(f"{self._name} was not committed", error))
                 self._over.set()
 
     def _run(self) -> None:
@@ -177,18 +187,20 @@ class Flight:
             self._over.set()
 
     def _fly(self) -> None:
-        error: Exception | None = None
+        own: Exception | None = None
+        error: Exception | None
         try:
             self._channel.drop(self._terms.stale_words)
-            error = self._own_part()
-            outcome = self._lead(error) if self._channel.rank == 0 else self._follow(error)
-            error = error or self._error_of(outcome)
+            own = self._own_part()
+            outcome = self._lead(own) if self._channel.rank == 0 else self._follow(own)
+            error = self._error_of(outcome, own)
         except Exception as e:  # it surfaces at wait, at the next save, at close, or at exit
-            error = error or e
+            error = failed(f"{self._name} was not committed", own or e)
         _log.debug("%s: %s after %.3f s", self._name, error or "committed", time.monotonic() - self._begun)
         self._handle.finish(None if error is not None else self._read_manifest, error)
+        self._note(own)  # nobody waits for this and the next but `close` and the next save
         if self._committed_here and error is None:
-            self._tidy()  # nobody has to wait for this but `close` and the next save
+            self._tidy()
 
     def _tidy(self) -> None:
         terms = self._terms
@@ -197,11 +209,17 @@ class Flight:
     def _read_manifest(self) -> Manifest:
         return read_manifest(self._store, self._terms.place.generation, self._terms.place.step)
 
-    def _error_of(self, outcome: Outcome) -> Exception | None:
+    def _error_of(self, outcome: Outcome, own: Exception | None) -> Exception | None:
+        """The same on all ranks; where this one's part failed, that is its cause."""
         place = self._terms.place
         if outcome.fenced_by:
             return FencedError(generation=place.generation, step=place.step, by=outcome.fenced_by)
-        return error_of(outcome.trouble) if outcome.trouble is not None else None
+        if outcome.trouble is None:
+            return None
+        error = error_of(outcome.trouble)
+        if own is not None:
+            error.__cause__ = reason_of(own)
+        return error
 
     # ---- this rank's part
 
@@ -229,7 +247,8 @@ class Flight:
         except UploaderGoneError as e:
             return e
         except Exception as e:
-            self._abandon(sent=sent)
+            # An uploader that should have given up by itself is not asked to.
+            self._abandon(sent=sent, wait_s=0.0 if isinstance(e, _LateError) else KILL_AFTER_S)
             return e
 
     def _hear_uploader(self) -> Exception | None:
@@ -241,25 +260,31 @@ class Flight:
         return None
 
     def _look_around(self) -> None:
-        """Has this save failed already? Raises _OtherFailed; CommitError at the deadline."""
-        if time.monotonic() > self._give_up + KILL_AFTER_S:
-            raise CommitError(
-                f"{self._name}: rank {self._channel.rank} has not stored its part in time; given up"
-            )
+        """Has this save failed already? Raises _OtherFailed; _LateError beyond the deadline."""
+        if time.monotonic() > self._give_up + LATE_S:
+            raise _LateError(self._words_late())
         if self._channel.world_size == 1:
             return
         word = self._channel.hear(f"{self._attempt}/{'end' if self._channel.rank == 0 else 'out'}", 0.0)
         if word is not None or (self._channel.rank == 0 and self._silent()):
             raise _OtherFailed
 
-    def _abandon(self, *, sent: bool) -> None:
+    def _words_late(self) -> str:
+        place, rank = self._terms.place, self._channel.rank
+        key = object_key(place.generation, place.step, place.attempt, rank)
+        return (
+            f"{self._name}: rank {rank} has not stored its part in time ({key} in {self._store.root}), and nothing has said why "
+            f"{LATE_S:g} s after the deadline of {self._terms.deadline_s:g} s: the object store hangs, or a copy does; given up"
+        )
+
+    def _abandon(self, *, sent: bool, wait_s: float = KILL_AFTER_S) -> None:
         """Nobody uses the buffer, and nothing more is stored for this attempt, when it returns."""
         self.part.abandoned = True
         if not sent or self._uploader is None:
             return
         try:
             self._uploader.send(AbandonMsg(self._attempt))
-            until = time.monotonic() + KILL_AFTER_S
+            until = time.monotonic() + wait_s
             while time.monotonic() < until:
                 answer = self._uploader.read(BEAT_S)
                 if isinstance(answer, UploadedMsg) and answer.attempt == self._attempt:
@@ -276,7 +301,6 @@ class Flight:
     def _follow(self, error: Exception | None) -> Outcome:
         """Not rank 0: tell it how this part ended, and hear how all did. Raises ChannelError, CommitError."""
         self._tell_end(error)
-        self._note(error)
         until = self._give_up + PATIENCE_S
         while (word := self._channel.hear(f"{self._attempt}/out", BEAT_S)) is None:
             if time.monotonic() > until:
@@ -291,7 +315,8 @@ class Flight:
         if self.part.abandoned:
             return  # the others know
         if error is not None:
-            self._channel.tell(key, f"rank {self._channel.rank} failed: {words_of(error)}".encode())
+            failure = Failure(rank=self._channel.rank, trouble=trouble_of(error))
+            self._channel.tell(key, msgspec.json.encode(failure))
         elif self._channel.count(self._attempt) == self._channel.world_size:
             self._channel.tell(key, b"ok")
 
@@ -300,19 +325,25 @@ class Flight:
         outcome = Outcome()
         try:
             if error is not None:
-                raise CommitError(f"{self._name} was not committed: rank 0 failed: {words_of(error)}")
+                raise self._failed(0, error)
             self._await_parts()
             answer = self._commit()
-            outcome = Outcome(fenced_by=answer.fenced_by, trouble=answer.trouble)
+            if answer.trouble is not None:
+                raise failed(f"{self._name} is not known to be committed", error_of(answer.trouble))
+            outcome = Outcome(fenced_by=answer.fenced_by)
         except Exception as e:
             outcome = Outcome(trouble=trouble_of(e))
         finally:
             if self._channel.world_size > 1:
                 self._channel.tell(f"{self._attempt}/out", msgspec.json.encode(outcome))
-        self._note(error)
         if outcome == Outcome():
             self._terms.committed()
         return outcome
+
+    def _failed(self, rank: int, error: Exception) -> CkptError:
+        """What all raise because of it."""
+        alone = self._channel.world_size == 1
+        return failed(f"{self._name} was not committed", error, "" if alone else f"rank {rank}")
 
     def _note(self, error: Exception | None) -> None:
         """Leave word of this rank's failure in the object store, unless its uploader has done so."""
@@ -326,12 +357,13 @@ class Flight:
         while (word := self._channel.hear(f"{self._attempt}/end", BEAT_S)) is None:
             self._beat("stored")
             self._require_all_alive()
-            if time.monotonic() > self._give_up:
+            if time.monotonic() > self._give_up + LATE_S + HEARD_S:
                 raise CommitError(
                     f"{self._name} was not committed: not all ranks stored their part in time; given up"
                 )
         if word != b"ok":
-            raise CommitError(f"{self._name} was not committed: {word.decode()}")
+            told = msgspec.json.decode(word, type=Failure)
+            raise self._failed(told.rank, error_of(told.trouble))
 
     def _require_all_alive(self) -> None:
         if silent := self._silent():
@@ -344,7 +376,8 @@ class Flight:
         return self._channel.silent(f"{self._attempt} stored", self._begun)
 
     def _commit(self) -> CommittedMsg:
-        """By the uploader; by this very thread where there is none or it dies: repeating a commit is harmless."""
+        """By the uploader; by this very thread where there is none or it dies: repeating a commit is harmless. Raises CommitError
+        where the uploader does not come to an end."""
         place, terms = self._terms.place, self._terms
         job = CommitMsg(
             generation=place.generation,
@@ -359,10 +392,16 @@ class Flight:
         if self._uploader is not None:
             try:
                 self._uploader.send(job)
-                while True:
+                until = time.monotonic() + job.deadline_s + ANSWER_S + LATE_S
+                while time.monotonic() < until:
                     answer = self._uploader.read(BEAT_S)
                     if isinstance(answer, CommittedMsg) and answer.attempt == self._attempt:
                         return answer
+                self._uploader.kill()
+                raise CommitError(
+                    f"{self._name}: its commit in {self._store.root} has not come to an end in time; whether it was committed is for the "
+                    f"next load to see"
+                )
             except UploaderGoneError as e:
                 _log.warning("%s: %s while it committed; trying again without it", self._name, e)
         self._committed_here = True
@@ -376,6 +415,10 @@ class Flight:
             facts=job.facts,
         )
         return answer_of(job, outcome)
+
+
+class _LateError(CommitError):
+    """The deadline is over, and nothing has said what is in the way."""
 
 
 class _OtherFailed(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,9 @@ from surefoot.ckpt.record import (
     read_records,
     require_recorded,
 )
-from surefoot.ckpt.store import ObjectStore, ObjectStoreError
+from surefoot.ckpt.saving.jobs import Trouble
+from surefoot.ckpt.saving.troubles import error_of, failed, trouble_of
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError, until
 
 if TYPE_CHECKING:
     from surefoot.ckpt.channel import Channel
@@ -37,20 +40,21 @@ class StaleStartError(CkptWorldError):
 
     def __init__(self, root: str, start: StartRef, newest: ManifestRef) -> None:
         origin = f"step {start.step} of generation {start.generation}" if start.generation else "nothing"
+        self.start, self.newest = start, newest
         super().__init__(
             f"{root} holds step {newest.step} (generation {newest.generation}), and this start continues from {origin}: load first, "
             f"choose another root, or pass start_over=True to leave those steps behind"
         )
-        self.newest = newest
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The generation of a start, as its rank 0 tells the others, or why there is none. `conditional` False: this store creates
-    only without conditions, so all processes of the start do without."""
+    only without conditions, so all processes of the start do without. `stale`: what a StaleStartError is made of."""
 
     generation: int = 0
     conditional: bool = True
-    failure: str = ""
+    trouble: Trouble | None = None
+    stale: tuple[StartRef, ManifestRef] | None = None
 
 
 class OwnGeneration:
@@ -85,11 +89,14 @@ class OwnGeneration:
                 f"load an older step first and go on from there"
             )
 
-    def open(self, step: int, channel: Channel) -> Opened:
-        """Once per start; its first save is of `step`. Collective.
+    def open(self, step: int, channel: Channel, *, deadline_s: float) -> Opened:
+        """Once per start; its first save is of `step`. Collective, and raises the same on all ranks.
 
-        Raises: CkptUserError where `step` is not beyond what this start goes on from; as `open_generation` on rank 0,
-        CkptWorldError on the others.
+        Args:
+            deadline_s: how long the object store may take.
+
+        Raises: CkptUserError where `step` is not beyond what this start goes on from; StaleStartError, LineageError as
+            `open_generation`; CommitError for what else was in the way of that.
         """
         if self._opened is not None:
             return self._opened
@@ -98,20 +105,25 @@ class OwnGeneration:
         def act(_: list[bytes]) -> bytes:
             nonlocal error
             try:
-                opened = self._open(step)
+                opened = self._open(step, until(self._store, time.monotonic() + deadline_s))
+            except StaleStartError as e:
+                error, opened = e, Opened(stale=(e.start, e.newest))
             except (CkptError, ObjectStoreError) as e:
-                error, opened = e, Opened(failure=str(e) or type(e).__name__)
+                error = failed(f"step {step} was not saved, since no generation could be opened", e)
+                opened = Opened(trouble=trouble_of(error))
             return msgspec.json.encode(opened)
 
         opened = msgspec.json.decode(channel.decide(b"", act), type=Opened)
-        if opened.failure:
-            raise error or CkptWorldError(f"rank 0 could not open a generation: {opened.failure}")
+        if opened.stale is not None:
+            raise error or StaleStartError(self._store.root, *opened.stale)
+        if opened.trouble is not None:
+            raise error or error_of(opened.trouble)
         if not opened.conditional:
             do_without_conditions(self._store)
         self._opened = opened
         return opened
 
-    def _open(self, step: int) -> Opened:
+    def _open(self, step: int, store: ObjectStore) -> Opened:
         start = self._start
         if start.generation and step <= start.step:
             raise CkptUserError(
@@ -119,8 +131,8 @@ class OwnGeneration:
             )
         created_by = f"alone:{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         seen = None if self._start_over else self._seen
-        number = open_generation(self._store, start, seen=seen, created_by=created_by)
-        return Opened(generation=number, conditional=not does_without_conditions(self._store))
+        number = open_generation(store, start, seen=seen, created_by=created_by)
+        return Opened(generation=number, conditional=not does_without_conditions(store))
 
 
 def open_generation(

@@ -66,8 +66,9 @@ class SaveHandle:
 
         Raises:
             TimeoutError: it is still under way.
-            CommitError: it was not committed, and why; FencedError: another start of the job took over.
-            ObjectStore…Error: what went wrong on this rank.
+            CommitError: it was not committed, and why, the same on all ranks; its ``__cause__`` is the object store's error, where that
+                was in the way. ReplicasDifferError: ranks hold different content; FencedError: another start of the job took over.
+            ObjectStore…Error: it is committed, and its manifest could not be read.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"the save of step {self.step} is still under way after {timeout_s} s")
@@ -79,6 +80,10 @@ class SaveHandle:
     def ended_within(self, timeout_s: float) -> bool:
         """Has it ended by then? Nobody is told how."""
         return self._done.wait(timeout_s)
+
+    def failure(self) -> Exception | None:
+        """What went wrong, once it has ended; nobody is told."""
+        return self._error
 
     def settle(self) -> None:
         """Wait for the end. Raises what went wrong."""

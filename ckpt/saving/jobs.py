@@ -73,11 +73,12 @@ class ByeMsg(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that crosses a process border: the name of its class, and for replicas that differ the evidence."""
+    """An error that crosses a process border: the name of its class, for replicas that differ the evidence, and what caused it."""
 
     kind: str
     message: str
     detail: dict[str, Any] = {}
+    cause: Trouble | None = None
 
 
 class ReadyMsg(msgspec.Struct, frozen=True, tag="ready"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from surefoot.ckpt.loading.aside import RESUME_TRIES
 from surefoot.ckpt.loading.together import Loaded
 from surefoot.ckpt.manifest import Manifest
 from surefoot.ckpt.saving.checkpointer import Checkpointer
@@ -14,19 +15,31 @@ from surefoot.ckpt.store import Root
 
 
 def save(
-    root: Root, step: int, state: Mapping[str, Any], *, group: dist.ProcessGroup | None = None, **options: Any
+    root: Root,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    cursor: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+    blocking: bool = True,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Manifest:
     """Save once, straight from live memory, and return when it is committed. Continues from the newest step in the root, which
-    must be an older one. Collective.
+    must be an older one. It is always due. Collective.
 
-    Options: those of `Checkpointer`, and `cursor` and `extra` of its `save`.
+    Args:
+        cursor, extra: as of `Checkpointer.save`.
+        blocking: False: write from a copy; it is waited for all the same.
+        options: those of `Checkpointer`.
+
+    Raises as `Checkpointer.save` and `SaveHandle.wait`.
     """
-    given = {k: options.pop(k) for k in ("cursor", "extra") if k in options}
     manifest: Manifest | None = None
     with Checkpointer(root, group, **options) as c:
         if not options.get("start_over"):
             c.continue_from_newest()
-        manifest = c.save(step, state, blocking=True, **given).wait()
+        manifest = c.save(step, state, cursor=cursor, extra=extra, blocking=blocking, force=True).wait()
     assert manifest is not None, "a one-shot save is always due"
     return manifest
 
@@ -38,8 +51,10 @@ def load(
     *,
     strict: bool = True,
     skip: Sequence[str] = (),
+    wait_s: float = 0.0,
     group: dist.ProcessGroup | None = None,
+    resume_tries: int | None = RESUME_TRIES,
 ) -> Loaded | None:
-    """Load once: see `Checkpointer.load`. Collective."""
-    with Checkpointer(root, group) as c, c._calls.one():
-        return c._load(state, step, strict=strict, skip=skip)
+    """Load once: see `Checkpointer.load`; `resume_tries` as of `Checkpointer`. Collective."""
+    with Checkpointer(root, group, resume_tries=resume_tries) as c, c._calls.one():
+        return c._load(state, step, strict=strict, skip=skip, wait_s=wait_s)

@@ -19,6 +19,7 @@ from surefoot.ckpt.saving.flight import Flight, Terms, words_of_attempt
 from surefoot.ckpt.saving.generation import Opened, OwnGeneration
 from surefoot.ckpt.saving.handles import SaveHandle
 from surefoot.ckpt.saving.jobs import UploadMsg
+from surefoot.ckpt.saving.troubles import failed, reason_of
 from surefoot.ckpt.saving.upload import Attempt
 from surefoot.ckpt.saving.writer import KILL_AFTER_S
 from surefoot.ckpt.store import ObjectStore
@@ -67,11 +68,11 @@ class Takeoff:
     ) -> None:
         """Stage the state, or write it (if `blocking`, or where it cannot be staged). Collective; the save before has been heard of.
 
-        Raises as `Agreement.to_save`, `OwnGeneration.open` and `Equipment.write`; then the handle is dropped.
+        Raises as `Agreement.to_save`, `OwnGeneration.open` and `SaveHandle.wait`; then the handle is dropped.
         """
         step = handle.step
         attempt = self._agreement.to_save(step, state, plain, equipment.live, channel)
-        opened = self._own.open(step, channel)
+        opened = self._own.open(step, channel, deadline_s=self._deadline_s)
         self.join()
         staged = not blocking and equipment.get_ready()
         terms = self._terms(Attempt(generation=opened.generation, step=step, attempt=attempt), channel.rank)
@@ -91,7 +92,13 @@ class Takeoff:
             )
             handle.ended_within(KILL_AFTER_S)
             handle.drop()
-            raise
+            if not isinstance(e, Exception):
+                raise
+            # As on all other ranks, if what is raised there was told in time.
+            told = handle.failure() or failed(f"step {step} was not committed", e)
+            if told is e:
+                raise
+            raise told from reason_of(e)
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the last flight has tidied up as well."""

@@ -41,7 +41,7 @@ from surefoot.ckpt.objects.stream import Chunks, Streaming, create_or_recognise,
 from surefoot.ckpt.planning.plan import nbytes_of
 from surefoot.ckpt.planning.replicas import label
 from surefoot.ckpt.saving.jobs import UploadMsg
-from surefoot.ckpt.store import ObjectExistsError, ObjectStore
+from surefoot.ckpt.store import ObjectExistsError, ObjectStore, until
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
 
@@ -163,11 +163,15 @@ def store_job(
     """
     place = Attempt(generation=job.generation, step=job.step, attempt=job.attempt)
     give_up = time.monotonic() + job.deadline_s
+    store = until(store, give_up)
 
     def keep_going() -> None:
         require_wanted()
         if time.monotonic() > give_up:
-            raise CommitError(f"step {job.step}: not stored within {job.deadline_s:g} s; given up")
+            key = object_key(place.generation, place.step, place.attempt, job.rank)
+            raise CommitError(
+                f"step {job.step}: {key} is not stored in {store.root} within {job.deadline_s:g} s; given up"
+            )
 
     failpoint("upload.before_objects")
     data = store_object(
@@ -287,6 +291,7 @@ def upload_images(
     """
     place = Attempt(generation=generation, step=step, attempt=attempt)
     give_up = time.monotonic() + deadline_s
+    store = until(store, give_up)
     infos = [_own_image(image, place) for image in images]
     total = sum(info.meta.structure.written_nbytes for info in infos)
     done = 0

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import socket
+import time
 from collections.abc import MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import assert_never
@@ -47,10 +48,13 @@ from surefoot.ckpt.saving.jobs import (
 )
 from surefoot.ckpt.saving.troubles import trouble_of
 from surefoot.ckpt.saving.upload import Attempt, hashes_of, report_failure, store_job
-from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError, open_store, until
 from surefoot.history import operation
 
 log = logging.getLogger(__name__)
+
+NOTE_S = 3.0
+"""How long it is tried to leave word of a failure in an object store that may be the reason for it."""
 
 
 class Uploader:
@@ -189,10 +193,10 @@ def answer_of(job: CommitMsg, outcome: CommitOutcome) -> CommittedMsg:
 
 
 def leave_failure(store: ObjectStore, place: Attempt, writer: int, reason: str) -> None:
-    """For the record. The other ranks hear of it over the channel."""
+    """For the record, and no longer than `NOTE_S`: the other ranks hear of it over the channel."""
     try:
         report_failure(
-            store,
+            until(store, time.monotonic() + NOTE_S),
             generation=place.generation,
             step=place.step,
             attempt=place.attempt,

@@ -26,6 +26,9 @@ READ_NBYTES = 32 * 2**20
 NAMED_MAX = 4
 """Tensors named in a sentence; `Damage.tensors` has all."""
 
+FINDER = "`ckpt verify`"
+"""Who sets a step aside here."""
+
 
 class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch of an object that is not what was written."""
@@ -95,7 +98,7 @@ def verify_step(
         raise
     except CkptError as e:
         if isinstance(e, DamagedError):
-            set_aside(store, ref, str(e))
+            set_aside(store, ref, str(e), finder=FINDER)
         return msgspec.structs.replace(report, problems=(str(e),))
     problems = list(_ledger_problems(store, manifest))
     damage: list[Damage] = []
@@ -110,7 +113,7 @@ def verify_step(
             else:
                 compared += found
                 tell(found)
-    if damage and not set_aside(store, ref, str(damage[0])):
+    if damage and not set_aside(store, ref, str(damage[0]), finder=FINDER):
         raise StepMissingError(
             f"step {ref.step} of generation {ref.generation} was deleted while it was verified"
         )

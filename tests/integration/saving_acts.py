@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +305,70 @@ def hsdp_and_tp(root: str) -> None:
     dist.barrier()
     c.close()
     assert ckpt.steps(root) == [1, 3]
+
+
+# ---------------------------------------------------------------- one failure, one class
+
+
+class BrokenStateDict:
+    """A caller's mistake that only rank 1 makes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise KeyError("lost")
+        return {"a": 1}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+
+
+def told_by_all(root: str, blocking: bool) -> list[tuple[str, str, str]]:
+    """What this rank is told of saves that fail in all ways, by name: the class, and that of the cause."""
+    rank, told = dist.get_rank(), list[tuple[str, str, str]]()
+    folder = Path(root.removeprefix("file://"))
+    one = torch.ones(30)
+
+    def hear(name: str, save: Callable[[], object]) -> None:
+        dist.barrier()
+        try:
+            save()
+        except Exception as e:
+            told.append((name, type(e).__name__, type(e.__cause__).__name__))
+        else:
+            told.append((name, "", ""))
+
+    def saves(name: str, step: int, state: dict[str, Any], **more: Any) -> None:
+        hear(name, lambda: c.save(step, state, blocking=blocking, **more).wait())
+
+    def in_the_way(step: int) -> None:
+        if rank == 0:
+            (folder / "gen-0001" / f"step-{step:010d}").write_text("in the way")
+
+    with ckpt.Checkpointer(root, deadline_s=30) as c:
+        saves("the first", 1, {"w": one})
+        saves("tensors differ", 2, {"w": one + rank})
+        saves("values differ", 3, {"w": one, "n": rank})
+        saves("a tensor or a value", 4, {"w": one, "n": torch.ones(2) if rank else 1})
+        saves("cursors differ", 5, {"w": one}, cursor={"at": rank})
+        saves("shapes differ", 6, {"w": torch.ones(30 + rank)})
+        saves("one rank's state", 7, {"w": one, "x": object() if rank else 1})
+        saves("one rank's cursor", 8, {"w": one}, cursor={"at": one} if rank else {"at": 1})
+        saves("one rank's state_dict", 9, {"w": one, "x": BrokenStateDict()})
+        saves("steps differ", 10 + rank, {"w": one})
+        saves("committed already", 1, {"w": one})
+        if rank == 1:
+            failpoint.arm(failpoint.parse("upload.before_objects=error"))
+        saves("one rank's upload", 20, {"w": one})
+        failpoint.arm(None)
+        in_the_way(21)
+        saves("the object store", 21, {"w": one})
+        saves("the last", 22, {"w": one})
+    hear("stale", lambda: ckpt.Checkpointer(root).save(30, {"w": one}))
+    with ckpt.Checkpointer(root) as other:
+        other.load({"w": torch.ones(30)})
+        hear("not newer", lambda: other.save(22, {"w": one}))
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(folder / "probes", ignore_errors=True)
+            (folder / "probes").write_text("in the way")
+        hear("no generation", lambda: other.save(31, {"w": one}))
+    return told

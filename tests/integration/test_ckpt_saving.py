@@ -123,6 +123,37 @@ def test_a_part_that_is_never_answered(ranks: Ranks, s3_proxy: Any, s3_faults: A
     assert "rank 1" in told[0][1]
 
 
+TOLD = {
+    "the first": ("", ""),
+    "tensors differ": ("ReplicasDifferError", "NoneType"),
+    "values differ": ("ReplicasDifferError", "NoneType"),
+    "a tensor or a value": ("ReplicasDifferError", "NoneType"),
+    "cursors differ": ("ReplicasDifferError", "NoneType"),
+    "shapes differ": ("StateError", "NoneType"),
+    "one rank's state": ("StateError", "NoneType"),
+    "one rank's cursor": ("StateError", "NoneType"),
+    "one rank's state_dict": ("CommitError", None),
+    "steps differ": ("CkptUserError", "NoneType"),
+    "committed already": ("CkptUserError", "NoneType"),
+    "one rank's upload": ("CommitError", None),
+    "the object store": ("CommitError", "ObjectStoreDeniedError"),
+    "the last": ("", ""),
+    "stale": ("StaleStartError", "NoneType"),
+    "not newer": ("CkptUserError", "NoneType"),
+    "no generation": ("CommitError", "ObjectStoreDeniedError"),
+}
+"""What all ranks raise, and because of what; None: the cause is known as it was on one rank alone."""
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_all_ranks_raise_the_same(blocking: bool, ranks: Ranks, tmp_path: Path) -> None:
+    """A loop that goes on after CommitError goes on everywhere, or nowhere."""
+    told = ranks(2, "saving_acts:told_by_all", (tmp_path / "root").as_uri(), blocking)
+    for of_rank in told:
+        found = {name: (kind, cause if TOLD[name][1] is not None else None) for name, kind, cause in of_rank}
+        assert found == TOLD
+
+
 ENDS = {
     "committed_at_exit": (0, ""),
     "failed_at_exit": (1, "the save of step 1 failed"),

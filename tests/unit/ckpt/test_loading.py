@@ -129,7 +129,10 @@ def test_what_was_set_aside_is_tried_where_it_is_asked_for(root: str) -> None:
     aside.set_aside(open_store(root), ref, "a bad day")
     loaded = ckpt.load(root, state_of(0))
     assert loaded is not None
-    assert (loaded.step, loaded.passed_over) == (20, ((40, "set aside by an earlier load: a bad day"),))
+    assert (loaded.step, loaded.passed_over) == (
+        20,
+        ((40, "set aside: a bad day (found by an earlier load)"),),
+    )
     loaded = ckpt.load(root, state_of(0), step=40)
     assert loaded is not None
     assert loaded.step == 40
