@@ -1,4 +1,4 @@
-"""Loading on one's own: the newest readable checkpoint, by all ranks together; one tensor; the list of steps. (torch)
+"""Loading on one's own: the newest readable checkpoint, by all ranks together. (torch)
 
 All ranks try the same step, and each hears how it went for the others: where one finds damage, all go on to the step before,
 and rank 0 sets the damaged one aside (ckpt/loading/aside.py, which also says what happens after repeated failed resumes).
@@ -6,7 +6,6 @@ and rank 0 sets the damaged one aside (ckpt/loading/aside.py, which also says wh
 
 from __future__ import annotations
 
-import difflib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -15,16 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from surefoot.ckpt.boxes import Box, Held, whole
 from surefoot.ckpt.channel import Channel
 from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError, DamagedError, StepMissingError
 from surefoot.ckpt.format.flags import raise_flag
 from surefoot.ckpt.live.filling import Fit
-from surefoot.ckpt.live.leaves import Leaf, dtype_of
-from surefoot.ckpt.live.source import Want
 from surefoot.ckpt.loading.abandon import abandon
 from surefoot.ckpt.loading.aside import (
     RESUME_TRIES,
@@ -38,14 +33,14 @@ from surefoot.ckpt.loading.aside import (
     why_aside,
 )
 from surefoot.ckpt.loading.carrying import GroupError, UnagreedError
-from surefoot.ckpt.loading.fetching import ManifestSource, load_together, shared_manifest
+from surefoot.ckpt.loading.fetching import load_together, shared_manifest
 from surefoot.ckpt.loading.reading import ADVICE
-from surefoot.ckpt.loading.restore import read_manifest, require_objects, restored_of
+from surefoot.ckpt.loading.restore import restored_of
 from surefoot.ckpt.loading.sharing import Party, party_of
 from surefoot.ckpt.manifest import Manifest, ManifestRef, manifest_refs, step_prefix
 from surefoot.ckpt.planning.agreeing import differing
 from surefoot.ckpt.record import Record, left_by, lineage, read_records, require_recorded
-from surefoot.ckpt.store import ObjectStore, ObjectStoreError, Root, open_store
+from surefoot.ckpt.store import ObjectStore, ObjectStoreError
 
 _log = logging.getLogger(__name__)
 
@@ -292,8 +287,8 @@ def _why_left(ref: ManifestRef, records: Mapping[int, Record]) -> str:
 
 def _see(ref: ManifestRef, store: ObjectStore) -> str:
     return (
-        f"`surefoot ckpt show {store.root} {ref.step} --generation {ref.generation}` shows what it holds, in safetensors files that any tool "
-        f"opens"
+        f"`surefoot ckpt show {store.root} {ref.step} --generation {ref.generation}` shows what it holds, and `surefoot ckpt export` takes it "
+        f"out, with the same option"
     )
 
 
@@ -345,47 +340,3 @@ def _loaded(manifest: Manifest, channel: Channel, fit: Fit, passed_over: list[tu
         passed_over=tuple(passed_over),
         facts=manifest.facts,
     )
-
-
-# ---------------------------------------------------------------- one tensor
-
-
-def read(root: Root, step: int, name: str, part: Sequence[slice] | None = None) -> torch.Tensor:
-    """One whole tensor of a committed step, or `part` of it, in host memory. Needs no process group, and reads the blocks that
-    hold it alone.
-
-    Args:
-        part: a slice per dimension (leading ones suffice), without steps.
-
-    Raises: StepMissingError (no such step, or no such name in it), DamagedError, ObjectStore…Error; ValueError for a slice
-    with a step.
-    """
-    store = open_store(root)
-    ref = _only(_survey(store), step, store)
-    manifest = read_manifest(store, ref.generation, ref.step)
-    require_objects(store, manifest)
-    stored = manifest.aliases.get(name, name)
-    meta = manifest.tensors.get(stored)
-    if meta is None:
-        near = difflib.get_close_matches(name, [*manifest.tensors, *manifest.aliases], n=4, cutoff=0.4)
-        raise StepMissingError(
-            f"step {step} in {store.root} has no tensor {name}; similar names: {', '.join(near) or 'none'}"
-        )
-    box = whole(meta.shape) if part is None else _box_of(part, meta.shape)
-    tensor = torch.empty(box.extent, dtype=dtype_of(meta.dtype), device="cpu")
-    if tensor.numel():
-        leaf = Leaf(name=name, held=(Held(box, (0,) * len(box.extent)),), views=(tensor,), meta=meta)
-        with torch.no_grad():
-            ManifestSource(store, manifest).fill([Want(leaf=leaf, stored=stored)])
-    return tensor
-
-
-def _box_of(part: Sequence[slice], shape: tuple[int, ...]) -> Box:
-    if len(part) > len(shape):
-        raise ValueError(f"{len(part)} slices for a tensor of shape {list(shape)}")
-    bounds = [
-        s.indices(n) for s, n in zip([*part, *[slice(None)] * (len(shape) - len(part))], shape, strict=True)
-    ]
-    if any(by != 1 for _, _, by in bounds):
-        raise ValueError("slices with a step other than 1 are no box: read the whole part, and index that")
-    return Box(tuple(a for a, _, _ in bounds), tuple(max(b - a, 0) for a, b, _ in bounds))
