@@ -181,4 +181,5 @@ def test_the_deadline_holds(
         with pytest.raises(error, match=r"k|list"):
             CALLS[call](store)
     assert tries
-    assert all(0 < try_s <= left_s <= 3.0 for try_s, left_s in tries), tries
+    # A read has a little more, by the size that it asks for.
+    assert all(0 < try_s <= left_s <= 4.0 for try_s, left_s in tries), tries
