@@ -16,9 +16,10 @@ The race that the rules are made for: generation 3 has committed step 20 and is 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,6 +34,9 @@ from surefoot.ckpt.store import (
 )
 from surefoot.failpoint import failpoint
 from surefoot.history import operation
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 __all__ = [
     "FORMAT",
@@ -49,6 +53,7 @@ __all__ = [
     "list_manifests",
     "list_records",
     "on_lineage",
+    "read_again",
     "read_record",
     "read_records",
     "record_key",
@@ -154,13 +159,27 @@ def read_record(store: ObjectStore, generation: int) -> tuple[Record, bytes]:
     Raises: ObjectMissingError, FormatError, DamagedError, ObjectStore…Error.
     """
     key = record_key(generation)
-    data = store.read(key)
-    record = decode_record(data, key=key)
+
+    def read() -> tuple[Record, bytes]:
+        data = store.read(key)
+        return decode_record(data, key=key), data
+
+    record, data = read_again(read)
     if record.generation != generation:
         raise DamagedError(
             f"{key} calls itself generation {record.generation}: it was copied or moved; restore it", key=key
         )
     return record, data
+
+
+def read_again(read: Callable[[], _T]) -> _T:
+    """What `read` gives, at the second try where the first finds damage: nothing is condemned by one answer, which something on the
+    way may have spoilt."""
+    try:
+        return read()
+    except DamagedError as e:
+        _log.info("%s; reading it again", e)
+    return read()
 
 
 def read_records(store: ObjectStore, known: MutableMapping[int, Record] | None = None) -> dict[int, Record]:

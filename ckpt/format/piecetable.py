@@ -66,6 +66,12 @@ def require_table_key(manifest: Manifest, key: str) -> None:
         raise DamagedError(f"{key} is damaged: its table of pieces lies outside its own attempt", key=key)
 
 
+def require_table(data: bytes, ref: TableRef) -> None:
+    """Raises DamagedError where it is not the one that was committed."""
+    if len(data) != ref.size or xxhash.xxh3_64_hexdigest(data) != ref.checksum:
+        raise DamagedError(f"{ref.key} is not what its manifest committed; load an older step", key=ref.key)
+
+
 def filled_from_table(manifest: Manifest, data: bytes) -> Manifest:
     """The manifest with its pieces.
 
@@ -73,8 +79,7 @@ def filled_from_table(manifest: Manifest, data: bytes) -> Manifest:
     """
     ref = manifest.table
     assert ref is not None, "the caller has read it"
-    if len(data) != ref.size or xxhash.xxh3_64_hexdigest(data) != ref.checksum:
-        raise DamagedError(f"{ref.key} is not what its manifest committed; load an older step", key=ref.key)
+    require_table(data, ref)
     try:
         pieces = _decode_table(data, len(manifest.objects))
     except Exception as e:  # whatever pyarrow or a wrong column makes of it

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from surefoot.ckpt.errors import DamagedError, StepMissingError
-from surefoot.ckpt.format.piecetable import filled_from_table, require_table_key
+from surefoot.ckpt.format.piecetable import filled_from_table, require_table, require_table_key
 from surefoot.ckpt.format.plain import decode_plain
 from surefoot.ckpt.format.sound import require_listed, require_sound
 from surefoot.ckpt.live.staging import Exchange, Restored
@@ -26,7 +26,7 @@ from surefoot.ckpt.manifest import (
     decode,
     manifest_key,
 )
-from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_records
+from surefoot.ckpt.record import Record, lineage, list_manifests, on_lineage, read_again, read_records
 from surefoot.ckpt.store import ObjectMissingError, ObjectStore, open_store
 
 
@@ -53,22 +53,33 @@ def read_manifest_bytes(store: ObjectStore, generation: int, step: int) -> bytes
 def _read_own(store: ObjectStore, generation: int, step: int) -> tuple[bytes, Manifest]:
     """The manifest as stored, and without what its table holds."""
     key = manifest_key(generation, step)
-    try:
-        data = store.read(key)
-    except ObjectMissingError as e:
-        raise StepMissingError(
-            f"{store.root} has no checkpoint of step {step}, generation {generation}; `ckpt ls` shows what it has"
-        ) from e
-    manifest = _decode_own(data, generation, step)
+
+    def read() -> tuple[bytes, Manifest]:
+        try:
+            data = store.read(key)
+        except ObjectMissingError as e:
+            raise StepMissingError(
+                f"{store.root} has no checkpoint of step {step}, generation {generation}; `ckpt ls` shows what it has"
+            ) from e
+        return data, _decode_own(data, generation, step)
+
+    data, manifest = read_again(read)
     require_table_key(manifest, key)
     return data, manifest
 
 
 def _read_table(store: ObjectStore, table: TableRef) -> bytes:
-    try:
-        return store.read(table.key)
-    except ObjectMissingError as e:
-        raise DamagedError(f"{store.root}/{table.key} is missing; load an older step", key=table.key) from e
+    def read() -> bytes:
+        try:
+            data = store.read(table.key)
+        except ObjectMissingError as e:
+            raise DamagedError(
+                f"{store.root}/{table.key} is missing; load an older step", key=table.key
+            ) from e
+        require_table(data, table)
+        return data
+
+    return read_again(read)
 
 
 _TABLE_FOLLOWS = b"T"

@@ -32,6 +32,8 @@ SINGLE_PUT_NBYTES = 64 * 2**20
 completion of a multipart upload (Ceph RGW 16.2), and records and manifests are committed by `create`."""
 FIRST_READ_NBYTES = 2**20
 """Asked for at first of an object whose size is not known: records and manifests are smaller."""
+_LISTING = frozenset({"IsTruncated", "KeyCount", "Name", "Contents"})
+"""One of these stands in every listing. What is none (a login page of a proxy) would be taken for that of an empty bucket."""
 IN_FLIGHT = 8
 """Parts, or ranged reads, under way at a time."""
 
@@ -202,6 +204,10 @@ class S3ObjectStore:
                 page = await self._session.call(
                     "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix + prefix, **more
                 )
+                if not page.keys() & _LISTING:
+                    raise ConnectionError(
+                        "what came is no listing: is AWS_ENDPOINT_URL a store, or a proxy in front of it?"
+                    )
                 found += [
                     ObjectInfo(o["Key"][len(self._prefix) :], o["Size"], o["LastModified"].timestamp())
                     for o in page.get("Contents", ())
