@@ -227,10 +227,11 @@ def table_key(generation: int, step: int, attempt: str) -> str:
 def manifest_refs(keys: Iterable[str]) -> list[ManifestRef]:
     """The manifests among `keys`, ascending; whatever else lies there is passed over."""
     found = ((key, _MANIFEST_KEY.fullmatch(key)) for key in keys)
+    numbered = ((int(m.group(1)), int(m.group(2)), key) for key, m in found if m is not None)
     return sorted(
-        ManifestRef(step=int(m.group(2)), generation=int(m.group(1)), key=key)
-        for key, m in found
-        if m is not None
+        ManifestRef(step=step, generation=generation, key=key)
+        for generation, step, key in numbered
+        if max(generation, step) <= COUNT_MAX and key == manifest_key(generation, step)
     )
 
 

@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from surefoot.ckpt.errors import CkptWorldError, DamagedError, LineageError
-from surefoot.ckpt.manifest import ManifestRef, check_format, encode, manifest_refs, seal_holds, sealed
+from surefoot.ckpt.manifest import (
+    COUNT_MAX,
+    ManifestRef,
+    check_format,
+    encode,
+    manifest_refs,
+    seal_holds,
+    sealed,
+)
 from surefoot.ckpt.store import (
     ObjectExistsError,
     ObjectMissingError,
@@ -145,7 +153,8 @@ def decode_record(data: bytes, *, key: str = "record") -> Record:
 def list_records(store: ObjectStore) -> list[int]:
     """The generations that have a record, ascending."""
     found = (_RECORD_KEY.fullmatch(o.key) for o in store.list(RECORDS))
-    return sorted(int(m.group(1)) for m in found if m is not None)
+    numbered = ((int(m.group(1)), m.string) for m in found if m is not None)
+    return sorted(g for g, key in numbered if 1 <= g <= COUNT_MAX and key == record_key(g))
 
 
 def highest_record(store: ObjectStore) -> int:

@@ -231,7 +231,8 @@ def open_store(root: Root, *, deadline_s: float = 30.0) -> ObjectStore:
     if parts.scheme in ("", "file") and parts.netloc in ("", "localhost") and parts.path:
         from surefoot.ckpt.objects.files import FileObjectStore
 
-        return FileObjectStore(Path(unquote(parts.path) if parts.scheme else url).absolute())
+        path = unquote(parts.path, errors="surrogateescape") if parts.scheme else url
+        return FileObjectStore(Path(path).absolute())
     raise ValueError(f"{url!r} is no root for checkpoints: give file:///path, a path, or s3://bucket/prefix")
 
 

@@ -234,7 +234,14 @@ class _Decoder:
                 ((kind, content),) = one.items()
                 try:
                     return self._tagged(kind, content, path)
-                except (TypeError, ValueError, binascii.Error, RecursionError, OverflowError) as e:
+                except (
+                    TypeError,
+                    ValueError,
+                    LookupError,
+                    binascii.Error,
+                    RecursionError,
+                    OverflowError,
+                ) as e:
                     raise DamagedError(f"value {path}: {kind!r} is malformed: {e}", key=path) from e
             case _:
                 raise DamagedError(f"value {path} has no known form: {str(encoded)[:80]}", key=path)
@@ -267,7 +274,7 @@ class _Decoder:
                 if len(fields) != len(items):
                     raise ValueError(f"{len(fields)} fields and {len(items)} items")
                 return Record(str(cls), tuple(fields), self._items(items, path))
-            case "tensor" if self._tensor is not None:
+            case "tensor" if self._tensor is not None and isinstance(content, str):
                 return self._tensor(content)
             case _:
                 return self._other(kind, content, path)

@@ -156,11 +156,12 @@ class FileObjectStore:
 
     def _files(self, prefix: str) -> list[tuple[str, str, os.stat_result]]:
         """Of the folder that holds whatever starts with `prefix`: see `walk`."""
-        folder, _, _ = prefix.rpartition("/")
+        folder, _, begin = prefix.rpartition("/")
         with self.mapped("list", prefix):
             if self._folder.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self._folder))
-            return list(walk(os.path.join(self._folder, folder), folder + "/" if folder else ""))
+            where = os.path.join(self._folder, folder)
+            return list(walk(where, folder + "/" if folder else "", (begin, TEMPORARY_PREFIX)))
 
     def _path(self, key: str) -> Path:
         return self._folder / check_key(key)

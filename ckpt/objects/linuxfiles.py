@@ -87,10 +87,15 @@ def fsync_folder(folder: Path) -> None:
 
 
 def walk(
-    folder: str, prefix: str, above: frozenset[tuple[int, int]] = frozenset()
+    folder: str, prefix: str, begin: tuple[str, ...] = ("",), above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[tuple[str, str, os.stat_result]]:
     """Every file below, temporaries included: the key's folder with its slash, name, status. What vanishes while we look was
-    being deleted, and is passed over; so are links that lead nowhere or back to one of the folders `above`."""
+    being deleted, and is passed over; so are links that lead nowhere or back to one of the folders `above`.
+
+    Args:
+        begin: of `folder` itself, what begins with one of these: what others keep beside it (lost+found of a file system) may be
+            large, or not ours to look into.
+    """
     try:
         entries = list(os.scandir(folder))
         here = os.stat(folder)
@@ -99,9 +104,11 @@ def walk(
     if (itself := (here.st_dev, here.st_ino)) in above:
         return
     for entry in entries:
+        if not entry.name.startswith(begin):
+            continue
         try:
             if entry.is_dir():
-                yield from walk(entry.path, f"{prefix}{entry.name}/", above | {itself})
+                yield from walk(entry.path, f"{prefix}{entry.name}/", above=above | {itself})
             elif entry.is_file():
                 yield prefix, entry.name, entry.stat()
         except FileNotFoundError:

@@ -232,7 +232,7 @@ class Checkpointer:
                 equipment.live.forget()
         self._in_flight = self._latest = handle
         self._cadence.saved(time.monotonic() - begun)
-        if blocking:
+        if blocking or handle.alone:
             self._settle()
         return handle
 

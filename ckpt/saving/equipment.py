@@ -62,7 +62,10 @@ class Equipment:
                 return self._refuse(
                     f"there are no {expected} bytes of memory to stage the state in ({e.strerror})"
                 )
-        self.uploader()
+        try:
+            self.uploader()
+        except OSError as e:
+            return self._refuse(f"no process can be started to upload the state from a copy ({e.strerror})")
         return True
 
     def uploader(self) -> UploaderProcess:

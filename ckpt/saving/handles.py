@@ -97,6 +97,11 @@ class SaveHandle:
         """Its end is no news: whoever began it knows already that it fails."""
         _unseen.discard(self)
 
+    @property
+    def alone(self) -> bool:
+        """Nobody will wait for it at the end: it was begun there, in a handler of atexit or a thread that outlives the main one."""
+        return not _watching
+
     def begin(self) -> None:
         """From now on the end of the interpreter waits for it."""
         _watch_exit()
@@ -120,10 +125,13 @@ def _watch_exit() -> None:
     global _watching
     if _watching:
         return
-    _watching = True
     # Before the interpreter joins its threads, and in the children of multiprocessing too, which run no atexit handlers.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
-    register(_at_exit)
+    try:
+        register(_at_exit)
+    except RuntimeError:
+        return  # it is ending already: see `SaveHandle.alone`
+    _watching = True
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -134,6 +142,7 @@ def _forget() -> None:
 
 def _at_exit() -> None:
     """Wait for what is under way, tell what went wrong, and make the exit code say so."""
+    global _watching
     failed = getattr(sys, "last_value", None) is not None
     until = time.monotonic() + GRACE_S if failed else None
     trouble = False
@@ -155,6 +164,7 @@ def _at_exit() -> None:
             )
             trouble = True
     _unseen.clear()
+    _watching = False  # for what begins after this
     if trouble:
         _exit_with(EXIT_CODE)
 

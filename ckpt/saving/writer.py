@@ -45,14 +45,18 @@ class UploaderProcess:
         self._buffer: StagingBuffer | None = None
         self._structure: ImageStructure | None = None
         ours, theirs = socket.socketpair()
-        with theirs:
-            # Popen executes without running Python in a forked copy of this process, and without its atfork handlers.
-            self._process = subprocess.Popen(
-                _command(root, theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(),
-            )
+        try:
+            with theirs:
+                # Popen executes without running Python in a forked copy of this process, and without its atfork handlers.
+                self._process = subprocess.Popen(
+                    _command(root, theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(),
+                )
+        except BaseException:
+            ours.close()
+            raise
         self._line: Line[ToRank] = Line(ours, ToRank)
 
     @property
