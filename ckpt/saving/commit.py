@@ -49,6 +49,9 @@ from surefoot.history import operation
 
 ANSWER_S = 3.0
 """How long beyond the deadline the object store may take to answer what was asked just before it."""
+SEEN_S = 90.0
+"""How long parts that are stored, as all ranks have said, may take to be seen here: NFS looks at a folder again after up to a minute.
+Whoever's part is not seen by then writes to other storage."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.005, 0.5
 """Parts of small states arrive within milliseconds, those of large ones within minutes; a listing costs about 10 ms on S3."""
 
@@ -114,10 +117,12 @@ def commit(
     writers: int,
     deadline_s: float,
     facts: Mapping[str, Any],
+    stored: bool = False,
 ) -> CommitOutcome:
     """Commit the attempt once all `writers` (numbered from 0) have stored their parts.
 
     Args:
+        stored: all have said that they did.
         deadline_s: how long to wait for parts, and to insist on an answer afterwards; no call outlasts it by more than `ANSWER_S`.
         facts: kept in the manifest for people: host, durations, code version. `committed_at` (seconds since 1970) is added.
 
@@ -130,7 +135,8 @@ def commit(
     store = until(store, give_up + ANSWER_S)
     with operation("commit", generation=generation, step=step, attempt=attempt) as noted:
         dated = {"committed_at": round(time.time(), 3), **facts}
-        outcome = _prepare(store, generation, step, attempt, writers, give_up, dated)
+        seen_s = SEEN_S if stored else deadline_s
+        outcome = _prepare(store, generation, step, attempt, writers, give_up, seen_s, dated)
         if isinstance(outcome, Manifest):
             failpoint("ckpt.before_manifest")
             outcome = _create_manifest(store, outcome, give_up)
@@ -153,11 +159,12 @@ def _prepare(
     attempt: str,
     writers: int,
     give_up: float,
+    seen_s: float,
     facts: Mapping[str, Any],
 ) -> Manifest | Lost | GivenUp:
     """Everything up to the manifest, whose ledger is stored already. What fails here leaves nothing committed."""
     try:
-        awaited = _await_parts(store, generation, step, attempt, writers, give_up)
+        awaited = _await_parts(store, generation, step, attempt, writers, give_up, seen_s)
         if isinstance(awaited, Lost):
             return awaited
         parts, sizes = awaited
@@ -172,18 +179,26 @@ def _prepare(
 
 
 def _await_parts(
-    store: ObjectStore, generation: int, step: int, attempt: str, writers: int, give_up: float
+    store: ObjectStore,
+    generation: int,
+    step: int,
+    attempt: str,
+    writers: int,
+    give_up: float,
+    seen_s: float,
 ) -> tuple[list[PartRecord], dict[str, int]] | Lost:
     """All part records, and the sizes of all objects of the attempt. A failure that is reported ends the wait at once, and so does
-    a manifest of another attempt."""
+    a manifest of another attempt; and a store that answers, and for `seen_s` does not show all parts."""
     mine = attempt_prefix(generation, step, attempt)
     wanted = {part_key(generation, step, attempt, w): w for w in range(writers)}
     parts: dict[str, PartRecord] = {}
     pause_s = FIRST_POLL_S
+    look_until = give_up
     while True:
         trouble, cause = "", None
         try:
             listed = {o.key: o.size for o in store.list(step_prefix(generation, step))}
+            look_until = min(look_until, time.monotonic() + seen_s)
             sizes = {key: size for key, size in listed.items() if key.startswith(mine)}
             parts |= _read_parts(store, sorted(wanted.keys() & sizes.keys() - parts.keys()))
             if len(parts) == writers or any(p.failure for p in parts.values()):
@@ -194,7 +209,7 @@ def _await_parts(
                     return Lost(winner_attempt=found.attempt)
         except ObjectStoreUnavailableError as e:
             trouble, cause = f"; {e}", e
-        if time.monotonic() + pause_s > give_up:
+        if time.monotonic() + pause_s > (give_up if trouble else look_until):
             late = sorted(w for key, w in wanted.items() if key not in parts)
             raise CommitError(
                 f"step {step} of generation {generation}, attempt {attempt}: no part from writers {late} in time under {store.root} (do "

@@ -413,6 +413,7 @@ class Flight:
             writers=job.writers,
             deadline_s=job.deadline_s,
             facts=job.facts,
+            stored=True,
         )
         return answer_of(job, outcome)
 

@@ -161,6 +161,7 @@ class Uploader:
                 writers=job.writers,
                 deadline_s=job.deadline_s,
                 facts=job.facts,
+                stored=True,
             )
             committed = isinstance(outcome, Committed)
             answer = answer_of(job, outcome)

@@ -36,6 +36,7 @@ from surefoot.ckpt.record import Record, StartRef, create_record
 from surefoot.ckpt.store import (
     MemoryObjectStore,
     ObjectExistsError,
+    ObjectInfo,
     ObjectStoreDeniedError,
     ObjectStoreUnavailableError,
     ObjectUnknownError,
@@ -87,6 +88,7 @@ def commit(
     writers: int = 2,
     generation: int = 1,
     deadline_s: float = 0.05,
+    stored: bool = False,
 ) -> tiers.CommitOutcome:
     return tiers.commit(
         store,
@@ -96,6 +98,7 @@ def commit(
         writers=writers,
         deadline_s=deadline_s,
         facts={"host": "test"},
+        stored=stored,
     )
 
 
@@ -148,6 +151,34 @@ def test_a_part_that_is_missing(store: FaultyStore) -> None:
     upload(store, make_images(arrays(), 2)[:1])
     assert "no part from writers [1]" in reason(commit(store))
     assert not [k for k in store.created if k.endswith("manifest.json")]
+
+
+def test_a_part_that_was_stored_somewhere_else_is_not_waited_for_to_the_deadline(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks said that they stored theirs, and one does not see this storage: its folder is not mounted there."""
+    monkeypatch.setattr("surefoot.ckpt.saving.commit.SEEN_S", 0.05)
+    upload(store, make_images(arrays(), 2)[:1])
+    outcome = commit(store, deadline_s=3600.0, stored=True)
+    assert "no part from writers [1]" in reason(outcome)
+    assert "do all ranks see the same storage" in reason(outcome)
+
+
+def test_parts_are_looked_for_as_long_as_the_store_does_not_answer(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("surefoot.ckpt.saving.commit.SEEN_S", 0.0)
+    upload(store, make_images(arrays(), 2))
+    listing = store.list
+    answers = iter([False] * 5)
+
+    def flaky(prefix: str) -> list[ObjectInfo]:
+        if not next(answers, True):
+            raise ObjectStoreUnavailableError("503")
+        return listing(prefix)
+
+    monkeypatch.setattr(store, "list", flaky)
+    assert isinstance(commit(store, deadline_s=60.0, stored=True), tiers.Committed)
 
 
 def test_many_parts_are_read_at_once(store: FaultyStore) -> None:
