@@ -12,26 +12,20 @@ for as long as the channel's timeout.
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from surefoot.ckpt.lives import card, runs
+from surefoot.ckpt.lives import runs
 from surefoot.ckpt.storeline import ChannelError, Line
 from surefoot.ckpt.vigil import LOOKS, Vigil, beat, named, seen_to_run, trouble
 
-# Documented as torch.distributed.TCPStore, but not in its __all__; and the stubs say that values are str, they may be bytes.
-TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 StoreTimeoutError: Any = dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 SILENT_S = 8.0
@@ -47,7 +41,6 @@ POLLS_PER_S = 5000
 """What all ranks together may ask of rank 0's TCPStore."""
 OPS_PER_BEAT = 2
 """What a rank asks of it at each beat of a call."""
-_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -163,24 +156,26 @@ class Solo:
 
 
 class StoreChannel:
-    """Over a TCPStore that the group's first rank hosts. See `open_channel`."""
+    """Over a TCPStore that the group's first rank hosts. See `open_channel` (ckpt/opening.py).
+
+    Args:
+        fore: a connection to that store, for the caller's thread; on the rank that hosts it, the store itself.
+        back: another one. A client's calls wait for each other, and the background blocks.
+        first: the card of rank 0's process (ckpt/lives.py).
+    """
 
     def __init__(
-        self, rank: int, world_size: int, host: str, port: int, own: Any, timeout_s: float, first: str = ""
+        self, rank: int, world_size: int, *, fore: Any, back: Any, hosts: bool, timeout_s: float, first: str
     ) -> None:
-        """`first`: the card of rank 0's process (ckpt/lives.py)."""
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
         self._beats = 0
         self._seen: list[tuple[bytes, float]] = [(b"", 0.0)] * world_size
-        # A client's calls wait for each other, and the background blocks: it has a connection of its own.
-        self._hosts = own is not None
-        store = own or _reached(host, port, timeout_s)
-        store.set(f"p/{rank}", card())
+        self._hosts = hosts
         there = partial(runs, first)
-        self._fore = Line(store, own=self._hosts, runs=there)
-        self._back = Line(_reached(host, port, timeout_s), own=self._hosts, runs=there)
+        self._fore = Line(fore, own=hosts, runs=there)
+        self._back = Line(back, own=hosts, runs=there)
         beat_s = max(SILENT_S / LOOKS, OPS_PER_BEAT * world_size / POLLS_PER_S)
         self._vigil = Vigil(self._back, rank, world_size, beat_s, self._end_waits)
         self._in_call = self._closed = False
@@ -439,79 +434,3 @@ class StoreChannel:
         if self._hosts:
             everybody = [f"bye/{r}" for r in range(self.world_size)]
             store.wait(everybody, timedelta(seconds=GOODBYE_S))
-
-
-_opened: dict[str, int] = {}
-"""How many channels each group has had, by its name: opening is collective, so all ranks count the same."""
-_opening = threading.Lock()
-
-
-def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
-    """The channel of `group` (None: the default group, or this process alone where torch.distributed is not in use).
-
-    Every rank of the group calls it, in the same order as others do; no collective is used.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        return Solo()
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ChannelError(
-            "this process is no member of the group it was given: pass a group that it belongs to"
-        )
-    if world_size == 1:
-        return Solo()
-    meeting, key = _meeting_place(group)
-    own: Any = None
-    if rank == 0:
-        name = _own_name(dist.get_global_rank(group, 0) if group is not None else 0)
-        own = TCPStore(name, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        for kind, value in (("b", "0"), ("l", ""), ("x", "")):
-            own.multi_set([f"{kind}/{r}" for r in range(world_size)], [value] * world_size)
-        meeting.set(key, f"{name} {own.port} {card()}")
-    try:
-        word = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode()
-    except (RuntimeError, dist.DistError) as e:
-        raise ChannelError(
-            f"rank {rank} waited {timeout_s:.0f} s for rank 0 to open the checkpointer as well: all ranks of the group have to"
-        ) from e
-    name, port, first = word.split(" ", 2)
-    return StoreChannel(rank, world_size, name, int(port), own, timeout_s, first)
-
-
-def _meeting_place(group: dist.ProcessGroup | None) -> tuple[Any, str]:
-    """The store that torch.distributed was initialised with, and a key in it that names this opening."""
-    chosen: Any = group if group is not None else dist.group.WORLD
-    name = str(chosen.group_name)
-    with _opening:
-        number = _opened[name] = _opened.get(name, 0) + 1
-    store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    return store, f"surefoot/ckpt/{name}/{number}"
-
-
-def _told(meeting: Any, key: str, timeout_s: float) -> bytes:
-    meeting.wait([key], timedelta(seconds=timeout_s))
-    return meeting.get(key)
-
-
-def _within(ask: Callable[[], _T], seconds: float) -> _T:
-    """Raises as `Line.call`."""
-    line = Line(None)
-    try:
-        return line.call(lambda _: ask(), seconds)
-    finally:
-        line.end()
-
-
-def _reached(host: str, port: int, timeout_s: float) -> Any:
-    """A connection; what is stopped takes it, and never says so."""
-    return _within(lambda: _client(host, port, timeout_s), timeout_s + GOODBYE_S)
-
-
-def _client(host: str, port: int, timeout_s: float) -> Any:
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def _own_name(global_rank: int) -> str:
-    """The name under which the others reach this process: rank 0's is what everybody was given already."""
-    master = os.environ.get("MASTER_ADDR")
-    return master if master and global_rank == 0 else socket.gethostname()

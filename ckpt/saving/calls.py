@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from surefoot.ckpt.channel import Channel, open_channel
+from surefoot.ckpt.channel import Channel
 from surefoot.ckpt.errors import CkptUserError
+from surefoot.ckpt.opening import open_channel
 
 CHANNEL_TIMEOUT_S = 300.0
 """How long ranks wait for each other at a save or load: they may come to it at different times."""

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from surefoot import ckpt
 from surefoot.ckpt import tiers
-from surefoot.ckpt.channel import open_channel
 from surefoot.ckpt.errors import CkptError, DamagedError
 from surefoot.ckpt.loading import fetching, nodememory
 from surefoot.ckpt.loading.together import load_agreed
 from surefoot.ckpt.objects import files
+from surefoot.ckpt.opening import open_channel
 from surefoot.ckpt.store import ObjectStoreUnavailableError, open_store
 from surefoot.ckpt.tools.inspect import find
 

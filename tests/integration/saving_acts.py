@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot import ckpt, failpoint
-from surefoot.ckpt import channel
+from surefoot.ckpt import channel, opening
 from surefoot.ckpt.channel import ChannelError, StoreChannel
 from surefoot.ckpt.errors import CkptError, CkptUserError, CommitError
 from surefoot.ckpt.objects.s3 import PART_NBYTES
@@ -239,7 +239,7 @@ def late_words(root: str) -> None:
         if rank == 1:
             own = c._calls.channel()
             assert isinstance(own, channel.StoreChannel)
-            late = channel._client(os.environ["MASTER_ADDR"], port_of(c), 10.0)
+            late = opening._client(os.environ["MASTER_ADDR"], port_of(c), 10.0)
             for _ in range(2):
                 late.add(f"c/{first}", 1)
             late.set(f"w/{first}/end", b"ok")
@@ -257,7 +257,7 @@ def late_words(root: str) -> None:
 
 
 def port_of(c: ckpt.Checkpointer) -> int:
-    store, key = channel._meeting_place(None)
+    store, key = opening._meeting_place(None)
     number = int(key.rpartition("/")[2]) - 1  # asking has counted as an opening
     return int(store.get(f"{key.rpartition('/')[0]}/{number}").decode().split()[1])
 

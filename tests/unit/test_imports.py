@@ -169,6 +169,7 @@ DOORS: dict[str, tuple[str, ...]] = {
             "ckpt.loading.nodememory",
             "ckpt.loading.sharing",
             "ckpt.channel",
+            "ckpt.opening",
             *("ckpt.tools.comparing", "ckpt.tools.dcp", "ckpt.tools.tensorstats", "ckpt.tools.onetensor"),
             "loader.client",
             "agent.session",
