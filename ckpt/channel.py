@@ -6,7 +6,7 @@ goes through the first rank, which costs it one message per rank.
 
 While a call that all make together is open, and while a save is in flight, every rank beats. Who falls silent, or leaves by an
 error, is named to all others within `SILENT_S` or little more, whatever they wait for (ckpt/vigil.py). Who has not come yet is waited
-for as long as the channel's timeout.
+for as long as the channel's timeout; that it is waited for is said long before (ckpt/late.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import msgspec
 import torch.distributed as dist
 
+from surefoot.ckpt.late import Late, named, never_came
 from surefoot.ckpt.lives import runs
 from surefoot.ckpt.storeline import ChannelError, Line
-from surefoot.ckpt.vigil import LOOKS, Vigil, beat, named, seen_to_run, trouble
+from surefoot.ckpt.vigil import LOOKS, Vigil, beat, seen_to_run, trouble
 
 StoreTimeoutError: Any = dist.DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -41,6 +42,9 @@ POLLS_PER_S = 5000
 """What all ranks together may ask of rank 0's TCPStore."""
 OPS_PER_BEAT = 2
 """What a rank asks of it at each beat of a call."""
+
+CALL = "a call"
+"""What a call is called whose caller says nothing."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +63,12 @@ class Channel(Protocol):
     rank: int
     world_size: int
 
-    def one_call(self) -> AbstractContextManager[None]:
+    def one_call(self, name: str = CALL) -> AbstractContextManager[None]:
         """What is exchanged inside belongs to one call of all ranks; inside another one, to that. Where one of them dies or is stopped
-        in the middle of it, or leaves it by an error, all others are told, whatever they wait for: ChannelError."""
+        in the middle of it, or leaves it by an error, all others are told, whatever they wait for: ChannelError.
+
+        `name`: what its caller knows it by, for who waits in it.
+        """
         ...
 
     def until_told(self, give_up: Callable[[], None]) -> AbstractContextManager[None]:
@@ -117,7 +124,7 @@ class Solo:
     def __init__(self) -> None:
         self._words: dict[str, bytes] = {}
 
-    def one_call(self) -> AbstractContextManager[None]:
+    def one_call(self, name: str = CALL) -> AbstractContextManager[None]:
         return nullcontext()
 
     def until_told(self, give_up: Callable[[], None]) -> AbstractContextManager[None]:
@@ -177,7 +184,9 @@ class StoreChannel:
         self._fore = Line(fore, own=hosts, runs=there)
         self._back = Line(back, own=hosts, runs=there)
         beat_s = max(SILENT_S / LOOKS, OPS_PER_BEAT * world_size / POLLS_PER_S)
-        self._vigil = Vigil(self._back, rank, world_size, beat_s, self._end_waits)
+        self._late = Late(rank, world_size, timeout_s)
+        self._vigil = Vigil(self._back, rank, world_size, beat_s, self._end_waits, self._late)
+        self._name = CALL
         self._in_call = self._closed = False
         self._call = 0
         """The number of the call that all ranks are in, or were in last: what went wrong in one is no matter of the next."""
@@ -192,11 +201,11 @@ class StoreChannel:
     # ---- one call
 
     @contextmanager
-    def one_call(self) -> Iterator[None]:
+    def one_call(self, name: str = CALL) -> Iterator[None]:
         if self._in_call:
             yield
             return
-        self._in_call, self._rounds, self._failed = True, 0, None
+        self._in_call, self._rounds, self._failed, self._name = True, 0, None, name
         error: BaseException | None = None
         try:
             yield
@@ -213,12 +222,14 @@ class StoreChannel:
         self._rounds += 1
         if self._rounds == 1:
             self._call += 1
+            self._late.begin(self._name)
             self._vigil.enter(self._call)
         return f"{self._call}.{self._rounds}"
 
     def _leave(self, error: BaseException | None) -> None:
         """The others hear of an error, unless it came from them."""
         entered = self._rounds > 0
+        self._late.end()
         self._vigil.leave()
         if error is not None and not (entered and isinstance(error, ChannelError)):
             self._tell_error(self._at or self._next_of_call(), trouble(self.rank, error))
@@ -296,6 +307,7 @@ class StoreChannel:
                 if not isinstance(e, ChannelError):
                     self._tell_error(self._at, trouble(self.rank, e))
                 raise
+            self._late.end()
             self._last, self._at = self._at, ""
             return answer
 
@@ -306,10 +318,6 @@ class StoreChannel:
                 self._say(self._fore.store, at, word)
                 return self._judge(self._fore.store, at, judge)
             return self._fore.call(lambda store: self._ask(store, at, word), self._timeout_s + 2 * GOODBYE_S)
-        except StoreTimeoutError as e:
-            raise ChannelError(
-                f"rank {self.rank} waited {self._timeout_s:.0f} s for rank 0 and heard nothing: {e}"
-            ) from e
         except (RuntimeError, dist.DistError) as e:
             raise ChannelError(f"rank {self.rank} cannot reach rank 0 any more: {e}") from e
 
@@ -324,8 +332,7 @@ class StoreChannel:
         try:
             store.wait([f"all/{at}"], timedelta(seconds=self._timeout_s))
         except StoreTimeoutError as e:
-            missing = self._missing(store, at)
-            error = f"waited {self._timeout_s:.0f} s for {named(missing)} and heard nothing"
+            error = self._in_vain(self._missing(store, at), came=self._rounds > 1)
             store.set(f"a/{at}", f"!rank 0 {error}")
             raise ChannelError(f"rank 0 {error}") from e
         failed, *words = store.multi_get([f"all/{at}", *(f"x/{r}" for r in range(self.world_size))])
@@ -346,11 +353,21 @@ class StoreChannel:
     def _ask(self, store: Any, at: str, word: bytes) -> bytes:
         self._say(store, at, word)
         # A little longer than rank 0 waits: it knows who is missing.
-        store.wait([f"a/{at}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
+        try:
+            store.wait([f"a/{at}"], timedelta(seconds=self._timeout_s + GOODBYE_S))
+        except StoreTimeoutError as e:
+            came = store.get("l/0").startswith(beat(self._call, 0)[:-1])
+            raise ChannelError(f"rank {self.rank} {self._in_vain([0], came=came)}") from e
         answer: bytes = store.get(f"a/{at}")
         if answer.startswith(b"!"):
             raise ChannelError(answer[1:].decode())
         return answer[1:]
+
+    def _in_vain(self, ranks: Sequence[int], *, came: bool) -> str:
+        """How long it was waited for those; `came`: they are in this call, and say nothing."""
+        if not came:
+            return never_came(self._name, self._timeout_s, ranks)
+        return f"waited {self._timeout_s:.0f} s for {named(ranks)} in {self._name} and heard nothing"
 
     def _missing(self, store: Any, at: str) -> list[int]:
         """Ranks that have not spoken in this round."""

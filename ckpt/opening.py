@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from surefoot.ckpt.channel import GOODBYE_S, Channel, Solo, StoreChannel
+from surefoot.ckpt.late import never_came, waiting_for_rank_0
 from surefoot.ckpt.lives import card
 from surefoot.ckpt.storeline import ChannelError, Line
 
@@ -25,10 +26,13 @@ _opened: dict[str, int] = {}
 _opening = threading.Lock()
 
 
-def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
+def open_channel(
+    group: dist.ProcessGroup | None, timeout_s: float, call: str = "opening the Checkpointer"
+) -> Channel:
     """The channel of `group` (None: the default group, or this process alone where torch.distributed is not in use).
 
-    Every rank of the group calls it, in the same order as others do; no collective is used.
+    Every rank of the group calls it, in the same order as others do; no collective is used. `call`: which one it is the first round of,
+    for who waits for rank 0 in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         return Solo()
@@ -48,11 +52,10 @@ def open_channel(group: dist.ProcessGroup | None, timeout_s: float) -> Channel:
             own.multi_set([f"{kind}/{r}" for r in range(world_size)], [value] * world_size)
         meeting.set(key, f"{name} {own.port} {card()}")
     try:
-        word = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode()
+        with waiting_for_rank_0(call, timeout_s):
+            word = _within(lambda: _told(meeting, key, timeout_s), timeout_s + GOODBYE_S).decode()
     except (RuntimeError, dist.DistError) as e:
-        raise ChannelError(
-            f"rank {rank} waited {timeout_s:.0f} s for rank 0 to open the checkpointer as well: all ranks of the group have to"
-        ) from e
+        raise ChannelError(f"rank {rank} {never_came(call, timeout_s, [0])}") from e
     name, port, first = word.split(" ", 2)
     fore = own or _reached(name, int(port), timeout_s)
     fore.set(f"p/{rank}", card())

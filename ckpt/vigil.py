@@ -3,10 +3,11 @@
 A call that all ranks make together waits for each of them, and one that died says nothing. So whoever has entered a call beats on
 rank 0's TCPStore, from a thread of its own: training's thread may be slow as it likes, wait for a store or judge for minutes. Rank 0
 looks at the beats, once for each of its own. Who has *entered* and then gives no sign for so many looks is taken for dead; who has
-not come yet is late, which is no fault, however long it takes. What goes wrong is left under a key of the call, where all see it with
-their next beat::
+not come yet is late, which is no fault, however long it takes: it is only said (ckpt/late.py). What goes wrong is left under a key of
+the call, where all see it with their next beat::
 
     l/<rank>    "<call> <beat>" while it is in a call, else nothing
+    a/<call>.1  there once all have come to it
     f/<call>    what has gone wrong on the first rank that it did on
     p/<rank>    where its process is found: one that rank 0 can see, and sees running, is slow and not dead (ckpt/lives.py)
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from surefoot.ckpt.late import Late, named, say
 from surefoot.ckpt.lives import ended, runs
 from surefoot.ckpt.storeline import ChannelError, Line
 
@@ -29,8 +31,6 @@ LOOKS = 8
 itself, and the others with it."""
 GRACE_BEATS = 3
 POLL_S = 0.02
-NAMED_MAX = 8
-"""Ranks that a message lists."""
 
 
 class Roll:
@@ -55,10 +55,17 @@ class Vigil:
     """This rank's beats and looks. The thread starts with the first call, and sleeps between calls."""
 
     def __init__(
-        self, line: Line, rank: int, ranks: int, beat_s: float, told: Callable[[bool], None]
+        self,
+        line: Line,
+        rank: int,
+        ranks: int,
+        beat_s: float,
+        told: Callable[[bool], None],
+        late: Late | None = None,
     ) -> None:
         """
         Args:
+            late: whom this rank waits for.
             told: called in the thread, with every beat from when `error` is set until this rank leaves the call; True: rank 0 is gone.
         """
         self._line = line
@@ -66,6 +73,7 @@ class Vigil:
         self._ranks = ranks
         self._beat_s = beat_s
         self._told = told
+        self._late = late
         self._roll = Roll(ranks)
         self._changed = threading.Condition()
         self._heard = threading.Event()
@@ -163,7 +171,18 @@ class Vigil:
                 store.compare_set(f"f/{call}", "", f"{named(self._silent)} {_SILENT}")
             elif self._beats % LOOKS == 0 and (gone := self._ended_before(store, beats)):
                 store.compare_set(f"f/{call}", "", f"{named(gone)} {_ENDED}")
+        if self._late is not None and (whom := self._late.at_whom()):
+            self._say_who_is_late(store, call, self._late, whom)
         return store.get(f"f/{call}") if store.check([f"f/{call}"]) else b""
+
+    def _say_who_is_late(self, store: Any, call: int, late: Late, whom: Sequence[int]) -> None:
+        mark = beat(call, 0).partition(b" ")[0]
+        signs: list[bytes] = store.multi_get([f"l/{r}" for r in whom])
+        present = [r for r, sign in zip(whom, signs, strict=True) if sign.partition(b" ")[0] == mark]
+        if store.check([f"a/{call}.1"]):
+            return  # all had come, and who is not here has left again
+        if words := late.words(present):
+            say(words)
 
     def _ended_before(self, store: Any, beats: Sequence[bytes]) -> list[int]:
         """Who has not come, and never will: seen from here, its process has ended."""
@@ -192,9 +211,3 @@ def trouble(rank: int, error: BaseException) -> str:
     what = type(error).__name__
     how = f"raised {what}: {error}" if isinstance(error, Exception) else f"was interrupted ({what})"
     return f"rank {rank} has left a call that all ranks make together: it {how}"
-
-
-def named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:NAMED_MAX]))
-    more = f" and {len(ranks) - NAMED_MAX} more" if len(ranks) > NAMED_MAX else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

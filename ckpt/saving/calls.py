@@ -27,6 +27,7 @@ class Calls:
         self._channel: Channel | None = None
         self._call = ExitStack()
         """Of the call under way, which all ranks make together."""
+        self._name = ""
 
     @property
     def mine(self) -> bool:
@@ -41,8 +42,8 @@ class Calls:
             )
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """A call. Raises CkptUserError where another is under way, in another thread or below a signal handler: what one has looked
+    def one(self, name: str) -> Iterator[None]:
+        """A call, by the name that its caller knows. Raises CkptUserError where another is under way, in another thread or below a signal handler: what one has looked
         at would be saved as the other's."""
         if not self._calling.acquire(blocking=False):
             raise CkptUserError(
@@ -51,8 +52,9 @@ class Calls:
             )
         try:
             with ExitStack() as self._call:
+                self._name = name
                 if self._channel is not None:
-                    self._call.enter_context(self._channel.one_call())
+                    self._call.enter_context(self._channel.one_call(name))
                 yield
         finally:
             self._calling.release()
@@ -61,11 +63,16 @@ class Calls:
         """For a call that is under way. Raises as `require_mine` and `open_channel`."""
         self.require_mine()
         if self._channel is None:
-            self._channel = open_channel(self._group, CHANNEL_TIMEOUT_S)
-            self._call.enter_context(self._channel.one_call())
+            self._channel = open_channel(self._group, CHANNEL_TIMEOUT_S, self._name)
+            self._call.enter_context(self._channel.one_call(self._name))
         return self._channel
 
     def close(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def name_of(call: str, step: int | None) -> str:
+    """As messages name it."""
+    return f"{call}()" if step is None else f"{call}(step {step})"

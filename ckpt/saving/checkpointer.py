@@ -28,7 +28,7 @@ from surefoot.ckpt.loading.together import Loaded, find_line, load_agreed, note_
 from surefoot.ckpt.record import StartRef, read_records
 from surefoot.ckpt.saving.agreement import Agreement
 from surefoot.ckpt.saving.cadence import Cadence
-from surefoot.ckpt.saving.calls import Calls
+from surefoot.ckpt.saving.calls import Calls, name_of
 from surefoot.ckpt.saving.equipment import Equipment
 from surefoot.ckpt.saving.generation import OwnGeneration
 from surefoot.ckpt.saving.handles import GRACE_S, SaveHandle
@@ -138,7 +138,7 @@ class Checkpointer:
 
         Raises: StepMissingError, DamagedError, StateMismatchError, ObjectStore…Error.
         """
-        with self._calls.one():
+        with self._calls.one(name_of("load", step)):
             loaded = self._load(state, step, strict=strict, skip=skip, wait_s=wait_s)
             if loaded is not None and self._resume is None:
                 self._resume = note_start(self._store, self._calls.channel(), loaded)
@@ -151,7 +151,7 @@ class Checkpointer:
 
         A state that cannot be saved is no error here, but for one that is no mapping; and who has saved already is ready.
         """
-        with self._calls.one():
+        with self._calls.one("prepare()"):
             self._prepare(state)
 
     def _prepare(self, state: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ class Checkpointer:
         """
         self._calls.require_mine()
         require_mapping(state)
-        with self._calls.one():
+        with self._calls.one(name_of("save", step)):
             return self._save(whole_step(step), state, cursor, extra, blocking=blocking, force=force)
 
     def _save(
@@ -239,7 +239,7 @@ class Checkpointer:
     def continue_from_newest(self) -> None:
         """Let the first save continue from the newest step in the root, as if that had been loaded. For a caller who knows that
         the state he holds came after it."""
-        with self._calls.one():
+        with self._calls.one("opening the Checkpointer"):
             if self._calls.channel().rank != 0:
                 return
             self._own.look_around()
@@ -255,7 +255,7 @@ class Checkpointer:
         """
         if not self._calls.mine:
             return
-        with self._calls.one():
+        with self._calls.one("close()"):
             try:
                 self._settle()
                 self._settle_resume()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from surefoot.ckpt.loading.aside import RESUME_TRIES
 from surefoot.ckpt.loading.together import Loaded
 from surefoot.ckpt.manifest import Manifest
+from surefoot.ckpt.saving.calls import name_of
 from surefoot.ckpt.saving.checkpointer import Checkpointer
 from surefoot.ckpt.store import Root
 
@@ -56,5 +57,5 @@ def load(
     resume_tries: int | None = RESUME_TRIES,
 ) -> Loaded | None:
     """Load once: see `Checkpointer.load`; `resume_tries` as of `Checkpointer`. Collective."""
-    with Checkpointer(root, group, resume_tries=resume_tries) as c, c._calls.one():
+    with Checkpointer(root, group, resume_tries=resume_tries) as c, c._calls.one(name_of("load", step)):
         return c._load(state, step, strict=strict, skip=skip, wait_s=wait_s)

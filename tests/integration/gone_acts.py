@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from loading_acts import state_of
 
 from surefoot import ckpt
-from surefoot.ckpt import channel
+from surefoot.ckpt import channel, late
 from surefoot.ckpt.errors import ElsewhereError
 from surefoot.ckpt.loading import carrying, fetching, nodememory, sharing, together
+from surefoot.ckpt.saving import calls
 from surefoot.ckpt.saving.generation import OwnGeneration
 
 LATE_S = 3.0
@@ -151,3 +154,50 @@ def load_late_and_slowly(root: str, what: str) -> int:
         loaded = c.load(state)
     assert loaded is not None
     return loaded.step
+
+
+class Pinned(logging.Handler):
+    """The first warning of the ranks' talk goes into a file, whole at once."""
+
+    def __init__(self, at: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._at = at
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == late.__name__:
+            draft = self._at.with_suffix(".draft")
+            draft.write_text(record.getMessage())
+            draft.rename(self._at)
+
+
+def comes_when_it_is_missed(root: str, note: str, who: int, opened: bool) -> None:
+    """Rank `who` calls save when another has said in `note` that it waits for it, and all is well. `opened`: it is not the first call."""
+    quick()
+    late.LATE_S = 0.2
+    state = {"w": torch.ones(8)}
+    with ckpt.Checkpointer(root) as c:
+        if opened:
+            c.prepare(state)
+        if dist.get_rank() == who:
+            while not Path(note).exists():
+                time.sleep(0.01)  # the pace of polling
+        else:
+            logging.getLogger().addHandler(Pinned(Path(note)))
+        c.save(1, state).wait()
+
+
+def saves_alone(root: str, who: int, opened: bool) -> str:
+    """Only rank `who` calls save, until it has waited long enough. Returns what it is told."""
+    quick()
+    calls.CHANNEL_TIMEOUT_S = 3.0
+    state, told = {"w": torch.ones(8)}, ""
+    c = ckpt.Checkpointer(root)
+    if opened:
+        c.prepare(state)
+    if dist.get_rank() == who:
+        with pytest.raises(ElsewhereError) as caught:
+            c.save(1, state)
+        told = str(caught.value)
+    dist.barrier()
+    c.close()
+    return told

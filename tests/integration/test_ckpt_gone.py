@@ -101,3 +101,24 @@ def test_a_rank_that_has_died_before_the_call(ranks: Ranks, play: Play, root: st
 def test_a_rank_that_is_late_or_slow_is_waited_for(ranks: Ranks, root: str, what: str) -> None:
     ranks(1, "loading_acts:save", root, "ddp", 20)
     assert ranks(WORLD, "gone_acts:load_late_and_slowly", root, what) == [20] * WORLD
+
+
+ALONE = pytest.mark.parametrize(("who", "opened"), [(0, True), (0, False), (1, True), (1, False)])
+"""The rank that calls, and whether there were calls of all ranks before."""
+
+
+@ALONE
+def test_who_waits_for_others_says_for_whom_and_in_which_call(
+    ranks: Ranks, root: str, tmp_path: Path, who: int, opened: bool
+) -> None:
+    """`if rank == 0: c.save(...)`, the commonest slip, is silent for minutes otherwise. Who is only late does no harm."""
+    note = tmp_path / "said"
+    ranks(2, "gone_acts:comes_when_it_is_missed", root, str(note), 1 - who, opened)
+    assert note.read_text().startswith("save(step 1) has waited ")
+    assert f"for rank {1 - who}: all ranks make every call" in note.read_text()
+
+
+@ALONE
+def test_who_waits_in_vain_is_told_what_to_do(ranks: Ranks, root: str, who: int, opened: bool) -> None:
+    told = ranks(2, "gone_acts:saves_alone", root, who, opened)[who]
+    assert f"for rank {1 - who}, which has not come to save(step 1): all ranks make every call" in told

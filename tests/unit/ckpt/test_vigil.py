@@ -14,7 +14,7 @@ import pytest
 from surefoot.ckpt import lives
 from surefoot.ckpt.errors import ElsewhereError
 from surefoot.ckpt.storeline import ChannelError, Line
-from surefoot.ckpt.vigil import LOOKS, NAMED_MAX, Roll, Vigil, beat, named, seen_to_run, trouble
+from surefoot.ckpt.vigil import LOOKS, Roll, Vigil, beat, seen_to_run, trouble
 
 
 def looks(roll: Roll, count: int, *beats: bytes) -> list[int]:
@@ -63,8 +63,6 @@ def test_who_fell_silent_in_one_call_is_silent_in_the_next() -> None:
 
 
 def test_what_the_others_are_told() -> None:
-    assert named([3]) == "rank 3"
-    assert named(range(NAMED_MAX + 2)).endswith("6, 7 and 2 more")
     assert "rank 3 has left" in trouble(3, KeyboardInterrupt())
     assert "was interrupted (KeyboardInterrupt)" in trouble(3, KeyboardInterrupt())
     assert "raised OSError: no room" in trouble(3, OSError("no room"))
