@@ -4,8 +4,9 @@ House rule: whatever is not in `MOVES` raises `IllegalMoveError` and changes not
 
 FORMING is where a new leader begins, since it has to look before it knows anything; a generation that it finds intact
 moves it straight to RUNNING. Everything from the fault to the first step of the next generation is FORMING, its stages are
-in state.py. HOLD_COMMITS is RUNNING with the object store away. HELD refuses to act on a contradiction between etcd, the
-records and the agents until it is gone, or, where nobody is there to mend it, until patience ends. DONE and FAILED are final, but for a leader that has to look again because it was
+in state.py. HOLD_COMMITS is RUNNING with the object store away: whatever may happen to the one may happen to the
+other. HELD refuses to act on a contradiction between etcd, the records and the agents until it is gone, or, where nobody is
+there to mend it, until patience ends. DONE and FAILED are final, but for a leader that has to look again because it was
 deposed before the outcome was written.
 """
 
@@ -42,10 +43,9 @@ class Turn(Enum):
     GAVE_UP = "the job could not go on"
 
 
-MOVES: Mapping[tuple[Mind, Turn], Mind] = {
+_MOVES: Mapping[tuple[Mind, Turn], Mind] = {
     (Mind.FORMING, Turn.ELECTED): Mind.FORMING,
     (Mind.RUNNING, Turn.ELECTED): Mind.FORMING,
-    (Mind.HOLD_COMMITS, Turn.ELECTED): Mind.FORMING,
     (Mind.HELD, Turn.ELECTED): Mind.FORMING,
     (Mind.DONE, Turn.ELECTED): Mind.FORMING,
     (Mind.FAILED, Turn.ELECTED): Mind.FORMING,
@@ -63,11 +63,15 @@ MOVES: Mapping[tuple[Mind, Turn], Mind] = {
     (Mind.RUNNING, Turn.FINISHED): Mind.DONE,
     (Mind.RUNNING, Turn.TAKEN_OVER): Mind.FAILED,
     (Mind.HOLD_COMMITS, Turn.STORE_BACK): Mind.RUNNING,
-    (Mind.HOLD_COMMITS, Turn.FAULT_FOUND): Mind.FORMING,
-    (Mind.HOLD_COMMITS, Turn.CONTRADICTED): Mind.HELD,
     (Mind.HELD, Turn.CLEARED_UP): Mind.FORMING,
     (Mind.HELD, Turn.GAVE_UP): Mind.FAILED,
     (Mind.HELD, Turn.TAKEN_OVER): Mind.FAILED,
+}
+
+MOVES: Mapping[tuple[Mind, Turn], Mind] = _MOVES | {
+    (Mind.HOLD_COMMITS, turn): to
+    for (mind, turn), to in _MOVES.items()
+    if mind is Mind.RUNNING and turn is not Turn.STORE_LOST
 }
 
 FINAL = frozenset({Mind.DONE, Mind.FAILED})

@@ -34,6 +34,14 @@ def test_every_mind_is_reached() -> None:
     assert {MOVES[k] for k in MOVES} == set(Mind)
 
 
+def test_what_may_happen_while_running_may_happen_while_commits_are_on_hold() -> None:
+    running = {turn: to for (mind, turn), to in MOVES.items() if mind is Mind.RUNNING}
+    hold = {turn: to for (mind, turn), to in MOVES.items() if mind is Mind.HOLD_COMMITS}
+    assert running.pop(Turn.STORE_LOST) is Mind.HOLD_COMMITS
+    assert hold.pop(Turn.STORE_BACK) is Mind.RUNNING
+    assert hold == running
+
+
 def test_illegal_move_changes_nothing(bench: Any) -> None:
     """A state that contradicts itself makes the core raise in mid-batch; the former state stands, and goes on working."""
     bench.running(step=4)
