@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 OF_RANK = re.compile(r"(.*?)@rank(\d+)(?:\..*)?", re.DOTALL)
 """A name of something that belongs to one rank."""
+_RANK = re.compile(r"@rank\d+(?=\.|\Z)")
 
 
 def refusal(name: str, key: str) -> str:
@@ -38,5 +39,7 @@ def _is_text(name: str) -> bool:
 
 
 def stands_in(name: str, places: Iterable[str]) -> bool:
-    """Is it one of these names, or below one (``model.head`` or ``model.head.``: ``model.head.weight``)?"""
-    return any(f"{name}.".startswith(f"{place.removesuffix('.')}.") for place in places)
+    """Is it one of these names, or below one (``model.head`` or ``model.head.``: ``model.head.weight``)? What belongs to one rank is
+    called as it is stored or as it is called in the state (``rng@rank0`` or ``rng``)."""
+    called = {f"{name}.", f"{_RANK.sub('', name)}."}
+    return any(c.startswith(f"{place.removesuffix('.')}.") for place in places for c in called)

@@ -39,7 +39,8 @@ def load_into(
         strict: refuse names that only one side has. Otherwise what only the state has keeps its values (optimizer state that was not
             saved goes), and what only the source has stays there. Shapes, types and the number of groups must fit either way.
         skip: names that are left as they are, with all below them and with the optimizers' state of such parameters: here nothing is
-            changed, and of the source nothing is read.
+            changed, and of the source nothing is read. A tied tensor is left where all of its names are; settings of optimizers are
+            ``optim.param_groups``, or ``optim.param_groups.0.lr``.
         rank: whose `PerRank` values to take.
 
     Raises:
@@ -111,4 +112,4 @@ def _advice(load: Load) -> str:
             f" (nothing is cut, padded or converted, with strict=False neither: give the live tensor that shape and type, or leave it out "
             f"of the state and load with strict=False; ckpt.read gives {load.unlike} whole)"
         )
-    return "" if load.problems else " (strict=False loads what both have)"
+    return "" if load.problems or not load.strict else " (strict=False loads what both have)"

@@ -95,7 +95,11 @@ class OptimizerLoad:
     # ---- parameters
 
     def _skips(self, owner: str) -> bool:
-        return self._load.skips(owner) or self._load.skips(f"{self._name}.params.{owner}")
+        """With the tensor itself, which is filled where one of its names is not skipped; or where its state is named."""
+        names = self._load.ties.get(owner, (owner,))
+        return all([self._load.skips(n) for n in names]) or any(
+            [self._load.skips(f"{self._name}.params.{n}") for n in names]
+        )
 
     def _pass_over_skipped(self) -> None:
         prefix = f"{self._name}.params."
@@ -118,7 +122,8 @@ class OptimizerLoad:
         for h in held:
             known = self._load.value(stored)
             there = known["group"]
-            if there != NO_GROUP and origin.setdefault(number, there) != there:
+            regrouped = there != NO_GROUP and origin.setdefault(number, there) != there
+            if regrouped and not self._load.skips(f"{self._name}.param_groups"):
                 self._load.problems.append(
                     f"{self._name}: {owner} is in parameter group {there} of the checkpoint, other parameters of group {number} here "
                     f"are in {origin[number]}: {_BUILD_ALIKE}"
@@ -132,14 +137,9 @@ class OptimizerLoad:
         """Under which of its names the parameter's state was stored: it may have been tied otherwise."""
         load, prefix = self._load, f"{self._name}.params."
         others = [n for n in load.ties.get(owner, ()) if n != owner]
-        found = next(
-            (
-                n
-                for n in (owner, load.source.aliases.get(owner), *others)
-                if f"{prefix}{n}" in load.source.values
-            ),
-            None,
-        )
+        names = [n for n in (owner, *others) if not load.skips(n)]
+        known = (m for n in names for m in (n, load.source.aliases.get(n)))
+        found = next((n for n in known if f"{prefix}{n}" in load.source.values), None)
         for other in (
             others
         ):  # tied here and not there: their own state cannot be used, which matters only if they have any
@@ -211,6 +211,8 @@ class OptimizerLoad:
 
     def _add_general(self) -> None:
         name = f"{self._name}.state"
+        if self._load.skips(name):
+            return
         live = {k: v for k, v in self._optimizer.state.items() if not isinstance(k, torch.Tensor)}
         state: dict[Any, Any] = {}
         if name in self._load.source.values:
@@ -232,6 +234,8 @@ class OptimizerLoad:
 
     def _add_groups(self, stored: str, groups: list[dict[str, Any]], origin: Mapping[int, int]) -> None:
         load = self._load
+        if load.skips(stored):
+            return
         if len(groups) != len(self._optimizer.param_groups):
             load.problems.append(
                 f"{self._name} has {len(self._optimizer.param_groups)} parameter groups here and {len(groups)} in the checkpoint: "
@@ -240,9 +244,12 @@ class OptimizerLoad:
             return
         for number, group in enumerate(self._optimizer.param_groups):
             there = origin.get(number, number)
-            saved = settings_of(groups[there])  # which parameters it has is the live group's to say
+            # Which parameters it has is the live group's to say.
+            saved = {
+                k: v for k, v in settings_of(groups[there]).items() if not load.skips(f"{stored}.{there}.{k}")
+            }
             for key in settings_of(group):
-                if key not in saved:
+                if key not in saved and not load.skips(f"{stored}.{there}.{key}"):
                     load.miss(
                         f"{stored}.{there}.{key}",
                         f"a setting of parameter group {number} of {self._what}; the groups are in {load.source.where(stored)}",

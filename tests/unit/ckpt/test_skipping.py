@@ -133,6 +133,63 @@ def test_a_tied_tensor_is_filled_by_the_name_that_is_not_skipped(root: str) -> N
     assert state_of(untied, "emb.weight")["step"] == 1
 
 
+@pytest.mark.parametrize("skipped", ["emb", "head"])
+@pytest.mark.parametrize("tied_there", [True, False])
+def test_the_moments_of_a_tied_tensor_come_with_its_values(root: str, skipped: str, tied_there: bool) -> None:
+    """Both are those of the name that is not skipped."""
+
+    def build(tied: bool) -> dict[str, Any]:
+        model = nn.ModuleDict({"emb": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+        if tied:
+            model["head"].weight = model["emb"].weight
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+    state, live = build(tied_there), build(tied=True)
+    train(state)
+    ckpt.save(root, 1, state)
+    ckpt.load(root, live, skip=[f"model.{skipped}"])
+    wanted = "emb.weight" if skipped == "head" or tied_there else "head.weight"
+    assert torch.equal(live["model"].get_parameter("emb.weight"), state["model"].get_parameter(wanted))
+    assert torch.equal(state_of(live, "emb.weight")["exp_avg"], state_of(state, wanted)["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("place", "lr", "momentum"),
+    [("optim.param_groups", 0.1, 0.2), ("optim.param_groups.0.lr", 0.1, 0.9), ("model", 0.5, 0.9)],
+)
+def test_settings_of_optimizers_are_skipped_by_their_names(
+    root: str, place: str, lr: float, momentum: float
+) -> None:
+    def build(lr: float, momentum: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)}
+
+    state, live = build(0.5, 0.9), build(0.1, 0.2)
+    train(state)
+    ckpt.save(root, 1, state)
+    ckpt.load(root, live, skip=[place])
+    (group,) = live["optim"].param_groups
+    assert (group["lr"], group["momentum"]) == (lr, momentum)
+    assert bool(state_of(live, "weight")) is (place != "model")
+
+
+def test_groups_that_are_skipped_may_be_other_groups(root: str, saved: dict[str, Any]) -> None:
+    live = build(groups=2)
+    ckpt.load(root, live, skip=["optim.param_groups"])
+    assert torch.equal(state_of(live, "head.weight")["exp_avg"], state_of(saved, "head.weight")["exp_avg"])
+    with pytest.raises(StateMismatchError, match="2 parameter groups here and 1 in the checkpoint"):
+        ckpt.load(root, build(groups=2))
+
+
+@pytest.mark.parametrize("place", ["mine", "mine.a", "mine@rank0", "mine@rank0.a"])
+def test_what_belongs_to_one_rank_is_skipped_by_the_name_it_has_in_the_state(root: str, place: str) -> None:
+    ckpt.save(root, 1, {"w": torch.ones(2), "mine": ckpt.PerRank({"a": 1})})
+    live = {"w": torch.zeros(2), "mine": ckpt.PerRank({"a": 0})}
+    ckpt.load(root, live, skip=[place])
+    assert live["mine"].value == {"a": 0}
+    assert torch.equal(live["w"], torch.ones(2))
+
+
 @pytest.mark.parametrize("skip", ["model.head", [3], [""], ["."]])
 def test_what_is_no_list_of_names(root: str, saved: dict[str, Any], skip: Any) -> None:
     with pytest.raises(ValueError, match="a list of names"):
@@ -153,6 +210,10 @@ def test_names_below_a_name() -> None:
     assert not stands_in("a.bc", ["a.b"])
     assert not stands_in("a", ["a.b"])
     assert not stands_in("a", [])
+    assert stands_in("a.b@rank12.c", ["a.b"])
+    assert stands_in("a.b@rank12.c", ["a.b.c"])
+    assert stands_in("a.b@rank12.c", ["a.b@rank12"])
+    assert not stands_in("a.b@rank12", ["a.b@rank1"])
 
 
 # ---------------------------------------------------------------- nothing in common
@@ -165,8 +226,9 @@ def test_a_lenient_load_that_finds_no_tensor_is_refused(root: str, saved: dict[s
         with pytest.raises(
             StateMismatchError,
             match=r"it has net\.body\.bias, net\.body\.weight, net\.head\.bias and 3 more, and the checkpoint model\.body\.bias, ",
-        ):
+        ) as refused:
             ckpt.load(root, state, strict=False)
+        assert "strict=False" not in str(refused.value), "it is what was said"
     assert torch.equal(net["body"].weight, before)
 
 
