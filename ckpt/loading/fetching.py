@@ -272,10 +272,9 @@ class ManifestSource:
         if self._plan is None:
             self.agree(wants, (), None)
         assert self._plan is not None, "agree made it"
-        carrier = Carrier(self._store, self._plan, self._party, wants)
         error: Exception | None = None
         try:
-            carrier.run()
+            Carrier(self._store, self._plan, self._party, wants).run()
         except UnagreedError:
             raise
         except Exception as e:

@@ -104,7 +104,7 @@ class FileObjectStore:
         """Of what lies in a tmpfs. Files on a disk are read: of a mapped one, a disk that fails kills whoever touches it (SIGBUS)."""
         try:
             return self._reader(key).look(start, nbytes)
-        except OSError:
+        except (OSError, ValueError):  # of an empty file there is no mapping
             return None
 
     def release(self) -> None:
@@ -335,7 +335,7 @@ class _Reader:
         self._in_memory = room_on_tmpfs(self.fd) is not None
 
     def look(self, start: int, nbytes: int) -> memoryview | None:
-        """See `ObjectStore.look`. Raises OSError.
+        """See `ObjectStore.look`. Raises OSError; ValueError where the file is empty.
 
         Every page is asked for before it is touched: what is not there is an error then (EFAULT) instead of a signal. The mapping is a
         private one, so that nothing can write to the file through it.

@@ -64,6 +64,14 @@ def test_whoever_looks_at_an_object_cannot_change_it(in_memory: FileObjectStore)
     assert in_memory.read("k") == b"0123456789"
 
 
+def test_of_an_object_that_was_emptied_nothing_is_seen(in_memory: FileObjectStore) -> None:
+    """Whoever reads it says what is missing."""
+    in_memory.create("k", b"0")
+    (Path(unquote(urlsplit(in_memory.root).path)) / "k").write_bytes(b"")
+    assert in_memory.look("k", 0, 1) is None
+    assert in_memory.read_into("k", 0, [memoryview(bytearray(1))]) == 0
+
+
 def test_what_is_looked_at_outlives_its_deletion(in_memory: FileObjectStore) -> None:
     in_memory.create("k", b"0123456789")
     found = in_memory.look("k", 4, 3)

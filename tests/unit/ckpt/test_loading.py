@@ -16,8 +16,14 @@ import torch
 
 from surefoot import ckpt
 from surefoot.ckpt.channel import Solo
-from surefoot.ckpt.errors import DamagedError, FormatError, StateMismatchError, StepMissingError
-from surefoot.ckpt.loading import aside
+from surefoot.ckpt.errors import (
+    DamagedError,
+    ElsewhereError,
+    FormatError,
+    StateMismatchError,
+    StepMissingError,
+)
+from surefoot.ckpt.loading import aside, carrying
 from surefoot.ckpt.loading import together as loading
 from surefoot.ckpt.loading.aside import choose, note_resume, resumes_among
 from surefoot.ckpt.loading.fetching import load_together, shared_manifest
@@ -459,3 +465,42 @@ def test_a_mismatch_on_one_rank_is_one_on_all(root: str) -> None:
     assert str(own).startswith("the checkpoint of step 1")
     assert str(mine) == f"rank 1: {own}"
     assert "more is not in the checkpoint" in str(mine)
+
+
+def test_what_goes_wrong_before_the_first_byte_is_told_to_all(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are in the load already, and wait for this rank's word."""
+    save(root, 1)
+    store, met, words, failing = open_store(root), threading.Barrier(2), [b"", b""], threading.local()
+    part_of = carrying.part_of
+
+    def failing_part_of(leaf: Any, box: Any) -> torch.Tensor:
+        if getattr(failing, "here", False):
+            raise MemoryError("no more of it")
+        return part_of(leaf, box)
+
+    monkeypatch.setattr(carrying, "part_of", failing_part_of)
+
+    def load(rank: int) -> BaseException | None:
+        def exchange(data: bytes) -> list[bytes]:
+            words[rank] = data
+            met.wait(30)
+            told = list(words)
+            met.wait(30)
+            return told
+
+        failing.here = rank == 1
+        party = Party(rank, 2, exchange)
+        manifest = shared_manifest(store, party, 1, 1)
+        try:
+            load_together(store, manifest, party, state_of(0))
+        except Exception as e:
+            return e
+        return None
+
+    with ThreadPoolExecutor(2) as threads:
+        mine, own = threads.map(load, (0, 1))
+    assert isinstance(own, MemoryError)
+    assert isinstance(mine, ElsewhereError)
+    assert str(mine) == "rank 1: MemoryError: no more of it"
