@@ -29,14 +29,14 @@ def root_of(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @EVERYWHERE
 @pytest.mark.parametrize(
-    "rounds", [15, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+    "rounds", [15, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 )
 def test_a_save_and_a_barrier_in_every_step(
     rounds: int, where: str, ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """CKP-21."""
     root = root_of(where, request, tmp_path)
-    ranks(4, "saving_acts:save_at_every_step", root, rounds, timeout_s=800)
+    ranks(4, "saving_acts:save_at_every_step", root, rounds, timeout_s=1700)
 
 
 @EVERYWHERE

@@ -67,7 +67,7 @@ def held(uploader: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("mib", "saves"), [(20, 12), pytest.param(200, 50, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+    ("mib", "saves"), [(20, 12), pytest.param(200, 50, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 )
 def test_nothing_grows_from_save_to_save(mib: int, saves: int, anywhere: str) -> None:
     """CKP-25. On S3 the client keeps as many connections as it had parts under way at once."""
