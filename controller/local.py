@@ -427,8 +427,15 @@ class LocalRun:
         for group in (self._controllers, self._agents):
             if not group or not all(c.ended for c in group.values()):
                 continue
-            # The first that ended by itself knows why; those that were killed do not.
-            told = next((c for c in group.values() if c.process.returncode > 0), None)
+            # The first that ended by itself knows why; those that were killed, or told to go, do not.
+            told = next(
+                (
+                    c
+                    for c in group.values()
+                    if c.process.returncode > 0 and c.process.returncode != ExitCode.INTERRUPTED
+                ),
+                None,
+            )
             if told is not None:
                 return RunFailedError(told.how_ended(), _exit_code(told.process.returncode))
             killed = ", ".join(c.how_ended() for c in group.values())
@@ -440,7 +447,7 @@ class LocalRun:
         return None
 
     def _resumes(self) -> str:
-        committed = self._reader.read().committed if self._reader is not None else None
+        committed = self._reader.read(relist=True).committed if self._reader is not None else None
         return resumes(committed.step if committed is not None else 0)
 
     def _keep_logs(self, owner: marks.RunOwner) -> None:

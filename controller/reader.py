@@ -67,15 +67,19 @@ class JobReader:
         self._incidents: dict[str, wire.Incident] = {}
         self._last: JobView | None = None
 
-    def read(self) -> JobView:
-        """A fresh snapshot. Blocks no longer than the deadlines of the two stores."""
-        with self._one_at_a_time:
-            return self._read()
+    def read(self, *, relist: bool = False) -> JobView:
+        """A fresh snapshot. Blocks no longer than the deadlines of the two stores.
 
-    def _read(self) -> JobView:
+        Args:
+            relist: look at the object store even if nobody told of news there: who could tell may be gone.
+        """
+        with self._one_at_a_time:
+            return self._read(relist)
+
+    def _read(self, relist: bool) -> JobView:
         trouble: list[str] = []
         keys = self._list_keys(trouble)
-        if self._objects is not None and self._stale(keys or {}):
+        if self._objects is not None and (relist or self._stale(keys or {})):
             self._list_objects(self._objects, trouble)
         self.trouble = tuple(trouble)
         self._last = observe(
