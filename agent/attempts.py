@@ -66,17 +66,22 @@ class Attempts:
         self._attempted_at = clock()
         self._pending: int | None = None
         """The step whose attempt is not answered yet, as far as is known: rank 0 looks when it is asked for the next."""
+        self._owed = False
+        """A commit is wanted as soon as there can be one."""
 
     def due(self, step: int) -> bool:
         """Whether to begin committing `step`, which is over. For rank 0, once a step."""
         uploading = self._pending is not None
-        if self._pending is not None and self._link.peek(take_answer(self._pending)) is not None:
+        if self._pending is not None and (answer := self._link.peek(take_answer(self._pending))) is not None:
             self._pending = None
+            self._owed = self._owed and bool(answer.failure)
         every_s = self._every_s
         if self._cadence is not None:
             every_s = self._cadence.step_ended(uploading=uploading)
             if why := self._cadence.news():
                 self._link.send(CadenceMsg(why=why))
+        if self._owed and self._pending is None:
+            return True
         return attempt_due(
             step,
             steps=self._steps,
@@ -86,6 +91,10 @@ class Attempts:
             every_s=every_s,
             since_s=self._clock() - self._attempted_at,
         )
+
+    def owe(self) -> None:
+        """A node will leave: commit this step, and if that fails, the first that can be."""
+        self._owed = True
 
     def begun(self, step: int) -> None:
         """All ranks begin to commit `step`."""

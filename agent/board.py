@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -21,8 +20,6 @@ from surefoot.agent.processes import WatchedProcess
 from surefoot.controller import wire
 
 log = logging.getLogger(__name__)
-
-NodeState = Literal["warming", "parked", "starting", "running", "stopping", "done"]
 
 LOG_TAIL_BYTES = 8192
 """Read from the end of a dead rank's log, for its last words."""
@@ -46,10 +43,11 @@ class RankLife:
     """Set when all that it said over its connection was heard."""
     phase: wire.Phase = "start"
     step: int = 0
-    loss: float | None = None
+    loss: str | None = None
     step_s: float | None = None
     error: wire.ErrorReport | None = None
-    finished: bool = False
+    ended: wire.Ended | None = None
+    """Its train() returned, and what ended its loop."""
     ending: bool = False
     """The agent is ending it: its exit is a teardown."""
     oom_kills_before: int = field(default_factory=linux.out_of_memory_kills)
@@ -77,7 +75,7 @@ class RankLife:
         if out_of_memory:
             words = f"{words}\n{exits.OUT_OF_MEMORY_NOTE}".lstrip()
         self.exit = exits.exit_report(wait_status, error=self.error, last_words=words, teardown=self.ending)
-        return exits.classify(self.exit, finished=self.finished, out_of_memory=out_of_memory)
+        return exits.classify(self.exit, finished=self.ended is not None, out_of_memory=out_of_memory)
 
     def status(self, now: float) -> wire.RankStatus:
         return wire.RankStatus(
@@ -89,6 +87,7 @@ class RankLife:
             loss=self.loss,
             step_s=self.step_s,
             exit=self.exit,
+            ended=self.ended or "",
         )
 
 
@@ -99,7 +98,7 @@ class Board:
     me: Identity
     bell: Callable[[bool], None]
     """Called with `urgent`."""
-    state: NodeState = "warming"
+    state: wire.NodeState = "warming"
     generation: int = 0
     plan: wire.Plan | None = None
     """The plan whose ranks run here."""
@@ -117,7 +116,7 @@ class Board:
     def changed(self, *, urgent: bool = False) -> None:
         self.bell(urgent)
 
-    def set_state(self, state: NodeState) -> None:
+    def set_state(self, state: wire.NodeState) -> None:
         if state != self.state:
             log.info("%s -> %s (generation %d)", self.state, state, self.generation)
             self.state = state

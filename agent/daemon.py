@@ -28,7 +28,7 @@ import msgspec
 
 from surefoot import __version__, history
 from surefoot.agent import cleanup, decide, flow, linux
-from surefoot.agent.board import Board
+from surefoot.agent.board import Board, RankLife
 from surefoot.agent.config import AgentConfig, lock_node
 from surefoot.agent.coordination import KeyWatch, Registration
 from surefoot.agent.desk import RankDesk
@@ -57,6 +57,9 @@ T = TypeVar("T")
 
 SERVER_UP_S = 60.0
 """It imports pyarrow and listens, some 0.3 s on an idle machine."""
+
+PART_S = 2.0
+"""What the ranks did is committed: those that were all told to stop end by themselves in a fraction of that."""
 
 REVOKE_S = 3.0
 """Leaving does not wait longer for etcd: the lease ends by itself."""
@@ -108,6 +111,9 @@ class Agent:
         self._heard_commit: wire.Committed | None = None
         self._over: asyncio.Future[ExitCode] | None = None
         self._leaving = False
+        self._leave_at: int | None = None
+        """Leaving: the step in which the ranks were told so; nothing of theirs is lost once that, or a later one, is committed."""
+        self._may_go = asyncio.Event()
 
     # ------------------------------------------------------------ life
 
@@ -220,7 +226,7 @@ class Agent:
     # ------------------------------------------------------------ what is heard
 
     def _told_to_leave(self, sig: signal.Signals) -> None:
-        """SIGTERM, Ctrl-C: ranks may use the grace to finish what they do. A second signal ends them at once."""
+        """SIGTERM, Ctrl-C: in the grace what the ranks did is committed. A second signal ends them at once."""
         if self._leaving:
             self._end(ExitCode.INTERRUPTED)
             return
@@ -229,27 +235,54 @@ class Agent:
         self._spawn("leaving", self._leave())
 
     async def _leave(self) -> None:
+        """This node ends; what becomes of the job is the controller's to say, who reads it in the status."""
         grace_s = self._spec.policy.grace_s
         deadline = asyncio.get_running_loop().time() + grace_s
         await self._follower.stop()
-        self._board.set_state("stopping")
         alive = [life for life in self._board.ranks.values() if life.alive]
+        self._leave_at = max((life.step for life in alive), default=0)
+        self._board.set_state("leaving")
         for life in alive:
-            life.ending = True
             life.tell(wire.StopMsg(reason="shutdown", grace_s=grace_s))
-        waits = [life.process.wait() for life in alive if life.process is not None]
         try:
             async with asyncio.timeout_at(deadline):
-                await asyncio.gather(*waits)
+                await self._parted(alive)
         except TimeoutError:
             log.warning("the grace is over")
-        await self._flow.finish(max(0.0, deadline - asyncio.get_running_loop().time()))
+        if not any(life.alive for life in alive):
+            await self._flow.finish(max(0.0, deadline - asyncio.get_running_loop().time()))
+        for life in alive:
+            life.ending = life.ending or life.alive
+        self._board.set_state("stopping")
         self._end(ExitCode.INTERRUPTED)
+
+    async def _parted(self, alive: list[RankLife]) -> None:
+        """Until the ranks have ended by themselves, or can be ended without loss: they train on where others were not told to
+        stop."""
+        ends = asyncio.gather(*(life.process.wait() for life in alive if life.process is not None))
+        safe = asyncio.create_task(self._may_go.wait())
+        try:
+            await asyncio.wait({ends, safe}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ends}, timeout=PART_S)
+        finally:
+            ends.cancel()
+            safe.cancel()
+
+    def _heard_of_commit(self, committed: wire.Committed) -> None:
+        """Leaving, the agent waits for a commit of what its ranks did."""
+        good = not committed.failure and committed.fenced_by is None
+        of_ours = committed.generation == self._board.generation
+        if self._leave_at is not None and good and of_ours and committed.step >= self._leave_at:
+            self._may_go.set()
 
     def _plan_seen(self, value: KeyValue | None) -> None:
         pointer = _decoded(wire.PlanPointer, value)
-        if pointer is not None and not self._leaving:
+        if pointer is None:
+            return
+        if not self._leaving:
             self._follower.pointer_seen(pointer)
+        elif pointer.generation > self._board.generation:
+            self._may_go.set()  # the job goes on without these ranks
 
     def _outcome_seen(self, value: KeyValue | None) -> None:
         outcome = _decoded(wire.Outcome, value)
@@ -258,7 +291,7 @@ class Agent:
         log.info("the job is over: %s at step %d: %s", outcome.state, outcome.step, outcome.reason)
         self._leaving = True
         self._board.set_state("done")
-        self._end(ExitCode.DONE if outcome.state == "done" else ExitCode.FAILED)
+        self._end(_exit_code(outcome))
 
     def _store_node_seen(self, value: KeyValue | None) -> None:
         """The status of the node of rank 0: it tells the rendezvous, and later what was committed."""
@@ -269,6 +302,7 @@ class Agent:
         news = flow.commit_news(self._heard_commit, status, plan)
         if news is not None:
             self._heard_commit = news
+            self._heard_of_commit(news)
             self._tell_ranks(flow.told_to_ranks(news))
 
     def _committed(self, committed: wire.Committed) -> None:
@@ -276,6 +310,7 @@ class Agent:
         if flow.newer(self._board.committed, committed):
             self._board.committed = committed
             self._board.changed(urgent=True)
+        self._heard_of_commit(committed)
         if self._board.plan is not None and committed.generation == self._board.plan.generation:
             self._tell_ranks(flow.told_to_ranks(committed))
 
@@ -451,6 +486,14 @@ def _decoded(kind: type[T], value: KeyValue | None) -> T | None:
     except msgspec.MsgspecError as e:
         log.error("%s holds no %s: %s", value.key, kind.__name__, e)
         return None
+
+
+def _exit_code(outcome: wire.Outcome) -> ExitCode:
+    """An agent ends as its job does: who starts it again asks the same of both."""
+    try:
+        return ExitCode(outcome.exit_code)
+    except ValueError:
+        return ExitCode.FAILED  # a later version's
 
 
 def _heard(task: asyncio.Task[ObjectStore]) -> None:

@@ -57,7 +57,7 @@ class RankDesk:
             case wire.PhaseMsg():
                 life.phase, life.step = message.phase, message.step
             case wire.StepMsg():
-                life.loss = float.fromhex(message.loss) if message.loss is not None else None
+                life.loss = message.loss
                 life.step_s = message.step_s
             case wire.PoolMsg():
                 self._spawn(self._make_pool(life, message))
@@ -70,7 +70,7 @@ class RankDesk:
             case wire.FailedMsg():
                 life.error, life.step = message.error, message.step
             case wire.DoneMsg():
-                life.finished, life.phase, life.step = True, "done", message.step
+                life.ended, life.phase, life.step = message.ended, "done", message.step
             case wire.HelloMsg():
                 log.warning("rank %d says hello twice", life.rank)
 

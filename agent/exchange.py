@@ -45,7 +45,7 @@ class StepWord:
     attempt: int = 0
     """Rank 0 only: the nonce of the attempt to commit this step; 0: not this step."""
     stop: bool = False
-    """Its agent asked it to stop."""
+    """Its agent will end it soon."""
 
     def pack(self) -> list[int]:
         (bits,) = struct.unpack("<q", struct.pack("<d", self.loss_sum))
@@ -84,7 +84,10 @@ class StepVerdict:
     replicated: int
     """The newest step replicated for all ranks; -1: none."""
     attempt: str | None
-    stop: bool
+    told: int = 0
+    """How many ranks were told that they will be ended."""
+    stop: bool = False
+    """All were: this is the last step. Where only some were, the others are not ended by that."""
 
 
 def judge(
@@ -111,11 +114,13 @@ def judge(
             counted.add(part)
             total += word.loss_sum
     attempt = words[0].attempt
+    told = sum(word.stop for word in words)
     return StepVerdict(
         loss=total / denominator if any(word.reports for word in words) else None,
         replicated=min(word.replicated for word in words),
         attempt=attempt_name(attempt) if attempt else None,
-        stop=any(word.stop for word in words),
+        told=told,
+        stop=told == len(words),
     )
 
 

@@ -34,7 +34,7 @@ from surefoot.agent.tracing import Tracer
 from surefoot.ckpt.tiers import Restored, Stager, restore_committed
 from surefoot.controller.spec.reading import load_spec
 from surefoot.controller.spec.tables import JobSpec
-from surefoot.controller.wire import DoneMsg, FailedMsg, HelloMsg, Phase, PhaseMsg, Plan
+from surefoot.controller.wire import DoneMsg, Ended, FailedMsg, HelloMsg, Phase, PhaseMsg, Plan
 from surefoot.failpoint import failpoint
 from surefoot.loader.client import Loader
 
@@ -276,6 +276,13 @@ class Run:
         """The last finished step; before the first, that of the starting point."""
         return self._loop.finished if self._loop is not None else self.plan.start.step
 
+    @property
+    def ended(self) -> Ended:
+        """What ended the loop; after `require_end`."""
+        assert self._loop is not None
+        assert self._loop.ended is not None
+        return self._loop.ended
+
     def part(self) -> None:
         """Leave together with the other ranks (see `PARTING_TIMEOUT`)."""
         try:
@@ -367,7 +374,7 @@ def _serve(env: RankEnv, link: AgentLink, tracer: Tracer) -> int:
         return FAILED_CODE
     run.part()
     link.closing()
-    link.send(DoneMsg(step=run.finished_step))
+    link.send(DoneMsg(step=run.finished_step, ended=run.ended))
     tracer.note("finished")
     return 0
 

@@ -32,7 +32,7 @@ from surefoot.agent.seeding import seed_all, seed_of
 from surefoot.agent.tracing import Tracer
 from surefoot.ckpt.errors import SlotTooSmallError
 from surefoot.ckpt.manifest import LedgerRow
-from surefoot.controller.wire import Phase, Plan, PoolMsg, PoolReadyMsg, SnapshotMsg, StepMsg
+from surefoot.controller.wire import Ended, Phase, Plan, PoolMsg, PoolReadyMsg, SnapshotMsg, StepMsg
 from surefoot.failpoint import failpoint
 
 
@@ -148,8 +148,10 @@ class StepLoop:
         )
         self.finished = facts.plan.start.step
         """The last finished step."""
-        self.ended = self.finished >= facts.steps
-        """The last step is behind: the spec's, the data's, or the one at which the agent asked to stop."""
+        self.ended: Ended | None = "steps" if self.finished >= facts.steps else None
+        """The last step is behind, and which one that was: the spec's, the data's, or the one at which all were told to stop."""
+        self._told = 0
+        """How many ranks are known to be ended soon."""
 
     # ---- the loop
 
@@ -157,7 +159,7 @@ class StepLoop:
         self._restore()
         self.tracer.watch(self.state)
         if not self.ended and self._data_had_ended():
-            self.ended = True
+            self.ended = "data"
             return
         for step in range(self.facts.plan.start.step + 1, self.facts.steps + 1):
             begun = time.monotonic()
@@ -180,16 +182,33 @@ class StepLoop:
         self.tracer.note("step_end", loss=loss, samples=len(batch.sample_ids), ids=list(batch.sample_ids))
         self._extend_ledger(step, batch.sample_ids, loss)
         attempt = verdict.attempt
-        last = step == self.facts.steps or verdict.stop or self.data.ended()
-        if last and attempt is None:
+        ended = self._what_ended(step, verdict)
+        if attempt is None and (ended is not None or self._more_will_leave(verdict)):
             attempt = self._agree(step, 0.0, 0, 1, insist=True).attempt
         slot = self._stage(step, verdict.replicated)
         self._announce(step, slot, attempt)
         self.link.send(StepMsg(step=step, loss=loss, step_s=time.monotonic() - begun))
         self.finished = step
-        self.ended = last
-        if last:
+        self.ended = ended
+        if ended is not None:
             self._await_last_commit(step, slot)
+
+    def _what_ended(self, step: int, verdict: StepVerdict) -> Ended | None:
+        """Whether this was the last step, and of what: the same on all ranks."""
+        if step == self.facts.steps:
+            return "steps"
+        if self.data.ended():
+            return "data"
+        return "stopped" if verdict.stop else None
+
+    def _more_will_leave(self, verdict: StepVerdict) -> bool:
+        """Ranks were told that they will be ended, more than were known of: what is done so far is committed now. The others
+        train on, whether with those or without them is not theirs to say."""
+        more = verdict.told > self._told
+        self._told = max(self._told, verdict.told)
+        if more:
+            self.attempts.owe()
+        return more
 
     # ---- beginning
 

@@ -23,6 +23,12 @@ Phase = Literal["start", "restore", "compile", "data", "step", "save", "eval", "
 """What a rank is doing. ``step`` is forward, backward and optimizer; ``save`` the snapshot; ``done``: train() returned."""
 
 Cause = Literal["workload", "infrastructure", "preemption", "controller", "operator", "none"]
+NodeState = Literal["warming", "parked", "starting", "running", "leaving", "stopping", "done"]
+"""``leaving``: told to end; its ranks run on until what they did is committed, or the grace is over. ``stopping``: it ends
+them now, and itself."""
+Ended = Literal["steps", "data", "stopped"]
+"""What ended a rank's loop: the job's last step, the end of the data, or that all ranks were told to stop. Only the first two
+are the end of the job."""
 """Whose budget a restart is charged to. ``none``: the first start, or a generation that nothing forced."""
 
 
@@ -169,7 +175,8 @@ class ExitReport(_Value, frozen=True, kw_only=True):
 
 
 class RankStatus(_Value, frozen=True, kw_only=True):
-    """One rank as its agent sees it. `step` is the step it is in or, in phase ``done``, the last one."""
+    """One rank as its agent sees it. `step` is the step it is in or, in phase ``done``, the last one; `ended` says then what
+    ended its loop."""
 
     rank: int
     pid: int
@@ -177,10 +184,11 @@ class RankStatus(_Value, frozen=True, kw_only=True):
     step: int
     phase_age_s: float
     """Seconds since its last sign of progress, measured by the agent when the status was written."""
-    loss: float | None = None
-    """Global loss of the last finished step."""
+    loss: str | None = None
+    """Global loss of the last finished step, as float.hex(): JSON has no word for NaN and infinity."""
     step_s: float | None = None
     exit: ExitReport | None = None
+    ended: Ended | Literal[""] = ""
 
 
 class SnapshotRef(_Value, frozen=True, kw_only=True):
@@ -233,7 +241,7 @@ class NodeStatus(_Value, frozen=True, kw_only=True):
     seq: int
     generation: int = 0
     """The generation whose plan the agent follows; 0 before the first."""
-    state: Literal["warming", "parked", "starting", "running", "stopping", "done"]
+    state: NodeState
     rendezvous: Rendezvous | None = None
     ranks: tuple[RankStatus, ...] = ()
     snapshots: tuple[SnapshotRef, ...] = ()
@@ -347,9 +355,10 @@ class FailedMsg(_Message, frozen=True, kw_only=True, tag="failed"):
 
 
 class DoneMsg(_Message, frozen=True, kw_only=True, tag="finished"):
-    """train() returned and the last checkpoint, if one was due, is committed."""
+    """train() returned and the last checkpoint, if one was due, is committed. `ended`: what ended its loop."""
 
     step: int
+    ended: Ended
 
 
 # ---------------------------------------------------------------- agent -> rank
@@ -386,7 +395,9 @@ class CommittedMsg(_Message, frozen=True, kw_only=True, tag="committed"):
 
 
 class StopMsg(_Message, frozen=True, kw_only=True, tag="stop"):
-    """Finish within `grace_s`: another SIGKILL follows. `reason` names why (re-form, shut down)."""
+    """This rank's process will be ended, `grace_s` from now at the latest. Where all ranks are told so, they commit the step
+    they are in and end together; where only some are, the step is committed and all train on until those are ended: what
+    becomes of the job is the controller's to say. `reason` names why (re-form, shut down)."""
 
     reason: Literal["reform", "shutdown"]
     grace_s: float

@@ -1,8 +1,8 @@
 """Detectors: each looks at a snapshot of the job and says what is suspicious, with a typed kind. PURE; none acts.
 
 * *exit*: a rank's process ended, and not because its agent ended it or because it was done.
-* *node loss*: a member's key is gone, it came back as another life, or its status went quiet. All but the second are
-  suspicions; the member is asked directly before anything is concluded (policy.py).
+* *node loss*: a member's key is gone, it came back as another life, it says that it ends, or its status went quiet. The
+  first and the last are suspicions; the member is asked directly before anything is concluded (policy.py).
 * *hang*: no rank of the job made progress for longer than the phase allows in which the ranks furthest behind are. The
   others wait for those in a collective, whatever phase they call it, so their deadlines do not count. Process states and
   heartbeats prove nothing, and a heartbeat that is missing is not a hang: a verdict needs a fresh answer (policy.py).
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from surefoot.controller.core.settings import Settings
-from surefoot.controller.core.standing import following, holders, is_done, ranks_heard
+from surefoot.controller.core.standing import following, holders, is_done, is_going, ranks_heard, was_stopped
 from surefoot.controller.core.state import KnownNode, Suspicion, SuspicionKind
 from surefoot.controller.wire import ExitReport, Member, Phase, Plan, RankStatus
 
@@ -22,7 +22,8 @@ from surefoot.controller.wire import ExitReport, Member, Phase, Plan, RankStatus
 
 
 def detect_exits(plan: Plan, nodes: Iterable[KnownNode]) -> list[Suspicion]:
-    """Ranks of these nodes whose process ended before they were done, and nodes that say they cannot start."""
+    """Ranks of these nodes whose process ended before they were done or that were stopped, and nodes that say they cannot
+    start."""
     found: list[Suspicion] = []
     for node in nodes:
         status = following(node, plan)
@@ -32,6 +33,11 @@ def detect_exits(plan: Plan, nodes: Iterable[KnownNode]) -> list[Suspicion]:
             Suspicion(uid=node.uid, rank=rank.rank, kind=SuspicionKind.EXIT, detail=exit_words(rank.exit))
             for rank in status.ranks
             if rank.exit is not None and not rank.exit.teardown and not is_done(rank)
+        )
+        found.extend(
+            Suspicion(uid=node.uid, rank=rank.rank, kind=SuspicionKind.STOPPED, detail=f"at step {rank.step}")
+            for rank in status.ranks
+            if was_stopped(rank)
         )
         failure = status.start_failure
         if failure is not None and failure.generation == plan.generation:
@@ -89,6 +95,8 @@ def detect_lost_nodes(
         elif node.registered and node.incarnation != member.incarnation:
             detail = f"its agent is {node.incarnation} now, the plan means {member.incarnation}"
             found.append(Suspicion(uid=member.uid, kind=SuspicionKind.REBORN, detail=detail))
+        elif node.incarnation == member.incarnation and is_going(node):
+            found.append(Suspicion(uid=member.uid, kind=SuspicionKind.LEAVING, detail="it ends its ranks"))
         else:
             found.extend(_silent(node, now_s, since_s, quiet_s))
     return found

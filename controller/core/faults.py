@@ -16,12 +16,14 @@ from surefoot.controller.core import budget, closing, detectors, forming, incide
 from surefoot.controller.core.decisions import ProbeNodes, ProbeTarget, SetAside
 from surefoot.controller.core.draft import Draft
 from surefoot.controller.core.moves import Mind, Turn
+from surefoot.controller.core.standing import is_going
 from surefoot.controller.core.state import (
     HARD,
     ComingUp,
     Fault,
     Forming,
     Inquiry,
+    KnownNode,
     Reviewing,
     StepKey,
     Suspicion,
@@ -39,6 +41,8 @@ DETECTOR_OF: dict[SuspicionKind, str] = {
     SuspicionKind.NO_PROGRESS: "hang",
     SuspicionKind.NOT_READY: "hang",
     SuspicionKind.ENDED_EARLY: "exit",
+    SuspicionKind.LEAVING: "node_loss",
+    SuspicionKind.STOPPED: "exit",
 }
 """The spec's name (``detect.observe``) of the detector that raises each kind."""
 
@@ -76,7 +80,7 @@ def _detect(d: Draft) -> list[Suspicion]:
     plan, settings, since_s = d.s.in_force.plan, d.s.settings, d.s.in_force.since_s
     touched = [d.nodes[uid] for uid in sorted(d.touched) if plan.member(uid) is not None]
     found = detectors.detect_exits(plan, touched)
-    if d.ticked or any(not n.registered or n.incarnation != _meant(d, n.uid) for n in touched):
+    if d.ticked or any(_may_be_gone(d, n) for n in touched):
         found += detectors.detect_lost_nodes(plan, d.nodes, settings, d.now, since_s=since_s)
     if d.ticked:
         found += detectors.detect_hang(
@@ -85,6 +89,10 @@ def _detect(d: Draft) -> list[Suspicion]:
         found += detectors.detect_not_ready(plan, d.nodes, settings, d.now, progress_s=d.s.progress_s)
         found += detectors.detect_early_end(plan, d.nodes, settings, d.now, skew_s=settings.times.end_skew_s)
     return found
+
+
+def _may_be_gone(d: Draft, node: KnownNode) -> bool:
+    return not node.registered or node.incarnation != _meant(d, node.uid) or is_going(node)
 
 
 def _meant(d: Draft, uid: str) -> str:

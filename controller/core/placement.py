@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from surefoot.controller.core.settings import Settings
+from surefoot.controller.core.standing import was_told_to_go
 from surefoot.controller.core.state import KnownNode
 from surefoot.controller.wire import Member, Plan
 
@@ -29,7 +30,7 @@ class Placement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
     """Not all places can be filled: `found` of `wanted` can, `coming` names nodes that are there but not ready yet, `lost`
-    those whose life is over."""
+    those whose life is over, or whose agent was told to end."""
 
     wanted: int
     found: int
@@ -43,7 +44,7 @@ def ready_for_work(node: KnownNode, settings: Settings, *, former: bool) -> bool
     status = node.present_status
     if not node.registered or node.lost or node.info is None or status is None:
         return False
-    if node.info.slots < settings.ranks_per_node or status.state in ("stopping", "warming"):
+    if node.info.slots < settings.ranks_per_node or status.state in ("leaving", "stopping", "warming"):
         return False
     return former or status.state == "parked"
 
@@ -105,8 +106,8 @@ def _member(settings: Settings, node: KnownNode, index: int) -> Member:
 def _shortage(settings: Settings, nodes: Mapping[str, KnownNode], *, found: int, taken: set[str]) -> Shortage:
     known = (n for n in nodes.values() if (n.registered or n.lost) and n.uid not in taken)
     others = sorted(known, key=lambda n: n.uid)
-    coming = tuple(n.uid for n in others if not n.lost)
-    lost = tuple(n.uid for n in others if n.lost)
+    lost = tuple(n.uid for n in others if n.lost or was_told_to_go(n))
+    coming = tuple(n.uid for n in others if n.uid not in lost)
     said = "".join(f"; {n.uid} {_why_not(n, settings)}" for n in others)
     detail = f"{found} of {settings.nodes} nodes are ready{said}"
     return Shortage(wanted=settings.nodes, found=found, coming=coming, lost=lost, detail=detail)

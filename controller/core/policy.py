@@ -1,12 +1,12 @@
 """What is the matter, and where to go on from: the rules. PURE.
 
-**Who is alive** (`fate`). A probe's answer decides, not a lease: *answered* by the life the plan means: alive. *Refused*, or
-answered by another life: lost. *No answer*: lost if its key is gone as well; otherwise silent, and asked again, at most for
+**Who is alive** (`fate`). Who says himself that he ends is lost. Else a probe's answer decides, not a lease: *answered* by the
+life the plan means: alive. *Refused*, or answered by another life: lost. *No answer*: lost if its key is gone as well; otherwise silent, and asked again, at most for
 the last call (15 s), after which it counts as lost.
 
 **What began it** (`diagnose`). The first rule that holds, in this order, names the fault; everything else is evidence:
 
-1. a lost member: ``node_loss``, infrastructure;
+1. a lost member: ``node_loss``, infrastructure; preemption where all that are lost had been told to end;
 2. a silent member, while something else stopped the generation: wait for its fate, it may be the cause;
 3. a rank ended by a signal: ``rank_exit``. A collective error of another rank is an effect of that;
 4. a rank found the committed step that it was to restore damaged: ``step_damaged``, infrastructure; then one that raised, or
@@ -14,9 +14,10 @@ the last call (15 s), after which it counts as lost.
 5. a member that cannot start its ranks: ``start_failed``;
 6. only collective errors: wait 0.5 s for what began them, ask everybody once more, then ``collective``, infrastructure: a
    link, or a cause that nobody reported. No rank is blamed;
-7. no progress, still so after everybody was asked: ``hang``, infrastructure, blamed on a rank only where one alone is
+7. ranks that committed and ended because all were told to: ``stopped``, preemption. The job is not over by that;
+8. no progress, still so after everybody was asked: ``hang``, infrastructure, blamed on a rank only where one alone is
    behind all others; or ``not_ready``, ``ended_early``;
-8. nothing of all this: a false alarm, and nothing happens.
+9. nothing of all this: a false alarm, and nothing happens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from enum import Enum
 
 from surefoot.controller.core import budget, detectors
 from surefoot.controller.core.settings import Settings
-from surefoot.controller.core.standing import following, is_done, newest_step, ranks_heard
+from surefoot.controller.core.standing import (
+    following,
+    is_done,
+    is_going,
+    newest_step,
+    ranks_heard,
+    was_stopped,
+    was_told_to_go,
+)
 from surefoot.controller.core.state import (
     Answer,
     Fault,
@@ -95,6 +104,8 @@ def fate(member: Member, node: KnownNode | None, inquiry: Inquiry) -> FateVerdic
         return FateVerdict(fate=Fate.LOST, why=f"its agent came back as {node.incarnation}")
     if node.lost:
         return FateVerdict(fate=Fate.LOST, why=node.lost)
+    if is_going(node):
+        return FateVerdict(fate=Fate.LOST, why="its agent was told to end, and ends")
     asked = inquiry.asked.get(member.uid)
     if asked is None:
         return FateVerdict(fate=Fate.UNASKED)
@@ -275,7 +286,7 @@ def _by_the_rules(at: Situation, lost: Mapping[str, str], readings: Sequence[Rea
         return _start_failed(at, *failures[0], evidence)
     if readings:
         return _cascade_only(at, evidence)
-    return _standstill(at)
+    return _stopped(at) or _standstill(at)
 
 
 def read_exits(plan: Plan, nodes: Mapping[str, KnownNode]) -> list[Reading]:
@@ -292,9 +303,10 @@ def read_exits(plan: Plan, nodes: Mapping[str, KnownNode]) -> list[Reading]:
 
 
 def _node_loss(at: Situation, lost: Mapping[str, str], evidence: Sequence[str]) -> Fault:
+    told_to_go = all(uid in at.nodes and was_told_to_go(at.nodes[uid]) for uid in lost)
     return Fault(
         kind="node_loss",
-        cause="infrastructure",
+        cause="preemption" if told_to_go else "infrastructure",
         node=next(iter(lost)),
         step=newest_step(at.nodes, at.plan),
         evidence=(*(f"node {u}: {w}" for u, w in lost.items()), *evidence),
@@ -371,6 +383,21 @@ def _cascade_only(at: Situation, evidence: Sequence[str]) -> Undecided | Fault:
         step=newest_step(at.nodes, at.plan),
         evidence=tuple(evidence),
         rule=f"only communication errors, {at.settings.times.settle_s} s later still: a link, or a cause nobody reported",
+    )
+
+
+def _stopped(at: Situation) -> Fault | None:
+    stopped = [r for r in ranks_heard(at.nodes, at.plan).values() if was_stopped(r)]
+    if not stopped:
+        return None
+    going = {m.uid for m in at.plan.members if m.uid in at.nodes and was_told_to_go(at.nodes[m.uid])}
+    return Fault(
+        kind="stopped",
+        cause="preemption",
+        step=max(r.step for r in stopped),
+        evidence=(f"all ranks were told to stop, and did at step {max(r.step for r in stopped)}",),
+        rule="ranks that stop because they were told to are not at the end of the job: it goes on from where they committed",
+        lost=dict.fromkeys(sorted(going), "its agent was told to end"),
     )
 
 

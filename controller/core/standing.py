@@ -46,6 +46,21 @@ def is_done(rank: RankStatus) -> bool:
     return rank.phase == "done"
 
 
+def was_stopped(rank: RankStatus) -> bool:
+    """Its loop ended because all ranks were told to stop: the job is not over by that."""
+    return is_done(rank) and rank.ended == "stopped"
+
+
+def is_going(node: KnownNode) -> bool:
+    """Its agent was told to end, and ends its ranks or has ended: its life is over, whether a probe still reaches it or not."""
+    return node.present_status is not None and node.present_status.state == "stopping"
+
+
+def was_told_to_go(node: KnownNode) -> bool:
+    """Its agent was told to end: if it is lost now, that was somebody's wish and no fault of the machine."""
+    return node.present_status is not None and node.present_status.state in ("leaving", "stopping")
+
+
 def finished_step(rank: RankStatus) -> int:
     """The last step that the rank has finished."""
     return rank.step if is_done(rank) else rank.step - 1
@@ -60,10 +75,11 @@ def all_begun(nodes: Mapping[str, KnownNode], plan: Plan) -> bool:
 
 
 def all_done(nodes: Mapping[str, KnownNode], plan: Plan) -> int | None:
-    """The step at which all ranks of the plan are done, the same for all; None where they are not."""
+    """The step at which all ranks of the plan are done, the same for all; None where they are not, or were stopped there."""
     ranks = ranks_heard(nodes, plan)
-    steps = {r.step for r in ranks.values() if is_done(r)}
-    if len(ranks) < plan.world_size or len(steps) != 1 or not all(is_done(r) for r in ranks.values()):
+    done = [r for r in ranks.values() if is_done(r) and not was_stopped(r)]
+    steps = {r.step for r in done}
+    if len(done) < plan.world_size or len(steps) != 1:
         return None
     return steps.pop()
 

@@ -149,6 +149,8 @@ class SuspicionKind(Enum):
     NO_PROGRESS = "makes no progress"
     NOT_READY = "does not come up"
     ENDED_EARLY = "ended before the others"
+    LEAVING = "was told to end"
+    STOPPED = "stopped because it was told to"
 
 
 HARD = frozenset(
@@ -159,6 +161,7 @@ HARD = frozenset(
         SuspicionKind.NO_PROGRESS,
         SuspicionKind.NOT_READY,
         SuspicionKind.ENDED_EARLY,
+        SuspicionKind.STOPPED,
     }
 )
 """These stop the generation whatever a probe says; the others are about one node, and only it is asked."""

@@ -204,7 +204,7 @@ def _rank(status: wire.RankStatus) -> RankView:
         phase=status.phase,
         step=status.step,
         phase_age_s=round(status.phase_age_s, 3),
-        loss=status.loss,
+        loss=float.fromhex(status.loss) if status.loss is not None else None,
         step_s=status.step_s,
         ended=_how_ended(status.exit) if status.exit else "",
     )

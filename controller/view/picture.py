@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from rich import box
@@ -39,15 +40,16 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as a line of at most `width` blocks, each the mean of its share; higher is more."""
+    """`values` as a line of at most `width` blocks, each the mean of its share; higher is more, and ``!`` is no number."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
     bounds = [i * len(values) // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
+    numbers = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+    return "".join(_SPARKS[round((mean - low) * scale)] if math.isfinite(mean) else "!" for mean in means)
 
 
 def render(view: JobView, *, width: int = 100) -> RenderableType:

@@ -22,6 +22,7 @@ _FAULTS = {
     "rank_exception": "rank {rank} on {node} raised an error",
     "hang": "rank {rank} on {node} stopped making progress",
     "node_loss": "node {node} was lost",
+    "stopped": "all ranks were told to stop",
     "step_damaged": "a committed step turned out damaged",
 }
 

@@ -172,7 +172,7 @@ def train_in_images() -> int:
         pass
     print(f"committed: {committed}")
     assert committed.failure == ""
-    link.send(wire.DoneMsg(step=spec.job.steps))
+    link.send(wire.DoneMsg(step=spec.job.steps, ended="steps"))
     return 0
 
 

@@ -66,15 +66,18 @@ def test_a_job_of_two_nodes_runs_commits_and_leaves_nothing(make_world: MakeWorl
     assert world.all_keys() == {"plan", "outcome"}
 
 
-def test_a_failed_outcome_ends_ranks_and_the_agent_with_3(make_world: MakeWorld) -> None:
+@pytest.mark.parametrize(("code", "ends_with"), [(3, 3), (4, 4), (5, 5), (99, 3)])
+def test_a_failed_outcome_ends_ranks_and_the_agent_with_its_code(
+    make_world: MakeWorld, code: int, ends_with: int
+) -> None:
     world = make_world(params={"hang_at": 3})
     agent = world.start()
     world.parked()
     world.publish(world.plan("n0"))
     world.wait_status(lambda s: any(r.step == 3 for r in s.ranks), "the rank hangs")
-    outcome = wire.Outcome(state="failed", exit_code=4, step=3, reason="test", generation=1)
+    outcome = wire.Outcome(state="failed", exit_code=code, step=3, reason="test", generation=1)
     world.coord.put(world.keys.outcome, wire.encode(outcome))
-    assert agent.wait(10) == 3
+    assert agent.wait(10) == ends_with
     assert marks.find(run_id=world.owner.run_id) == []
     assert not world.shm_dir("n0").exists()
 

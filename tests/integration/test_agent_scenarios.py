@@ -265,7 +265,7 @@ def test_ctl_35_sigterm_gives_ranks_the_grace_and_no_more(
     world.wait_status(lambda s: any(r.step == 1 for r in s.ranks), "runs")
     began = time.monotonic()
     agent.send_signal(signal.SIGTERM)
-    world.wait_status(lambda s: s.state == "stopping", "says so")
+    world.wait_status(lambda s: s.state in ("leaving", "stopping"), "says so")
     assert agent.wait(20) == 130
     took = time.monotonic() - began
     said = world.rank_log(0, 1)

@@ -31,6 +31,7 @@ ranks_per_node = 1
 every_steps = 5
 [policy]
 wait_for_node_s = {wait_for_node_s}
+grace_s = {grace_s}
 """
 
 
@@ -44,7 +45,7 @@ def write_job(home) -> Callable[..., str]:
     def write(train: str, *, name: str = "tiny", **changes: Any) -> str:
         path = home.folder / f"{name}.toml"
         facts = {"steps": 12, "nodes": 1, "module": "cli_jobs", "root": f"{home.folder}/objects-{name}"}
-        facts["wait_for_node_s"] = 60
+        facts |= {"wait_for_node_s": 60, "grace_s": 30}
         path.write_text(JOB.format(name=name, train=train, folder=home.folder, **(facts | changes)))
         return str(path)
 
@@ -219,6 +220,28 @@ def test_one_of_two_nodes_is_gone_and_the_controller_decides(home, write_job, he
     last = err.splitlines()[-1]
     assert "node n1 lost, and no standby is left (layout.standbys = 0): 1 of 2 nodes are ready" in last
     assert "for 20 s (policy.wait_for_node_s); run again: it resumes from step" in last
+    assert home.left() == []
+
+
+@pytest.mark.parametrize(("nodes", "hosts_rank_0"), [(2, True), (2, False), (1, True)])
+def test_a_node_that_is_told_to_go_never_makes_the_job_done(
+    home, write_job, here, eventually, nodes: int, hosts_rank_0: bool
+) -> None:
+    """CTL-02, CTL-03: SIGTERM to one agent, and a last commit that takes its time. What was done is committed, the node goes
+    then and not when the grace is over, and the run ends so that it is started again."""
+    slowly = {"SUREFOOT_CHAOS": "1", "SUREFOOT_FAILPOINTS": "ckpt.before_manifest=delay:1.5"}
+    job = write_job("slow", steps=1000, nodes=nodes, wait_for_node_s=5, grace_s=600)
+    run = home.start("run", job, **here, **slowly)
+    seen = eventually(running(home), within_s=90)
+    hosts = {n["uid"]: any(r["rank"] == 0 for r in n["ranks"]) for n in seen["nodes"]}
+    os.kill(next(n["pid"] for n in seen["nodes"] if hosts[n["uid"]] is hosts_rank_0), signal.SIGTERM)
+    _, err = run.communicate(timeout=90)
+    assert run.returncode == 3, err
+    last = err.splitlines()[-1]
+    assert "and no standby is left" in last
+    assert "it resumes from step " in last, err
+    resumes = int(last.split("run again: it resumes from step ")[1].split()[0])
+    assert resumes >= seen["step"] - 1
     assert home.left() == []
 
 

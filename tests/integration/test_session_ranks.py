@@ -360,22 +360,39 @@ def test_a_wrong_token_is_no_start(make: Make) -> None:
     assert "no start from the agent" in agent.log(0).read_text()
 
 
-def test_stop_commits_and_ends_well(make: Make, tmp_path: Path) -> None:
-    """Asked to stop in step 2, all ranks commit it together and leave, long before step 100."""
+def test_stop_of_all_commits_and_ends_well(make: Make, tmp_path: Path) -> None:
+    """Asked to stop in step 2, all ranks commit it together and leave, long before step 100, and say so."""
     gate = tmp_path / "gate"
     agent = make(
         train="session_trainers:slow", steps=100, every_steps=50, params={"gate": str(gate), "gate_step": 2}
     )
     agent.start(1)
     agent.wait(lambda: len(agent.messages(StepMsg)) == 2, "step 1")
+    for rank in (0, 1):
+        agent.say(rank, StopMsg(reason="shutdown", grace_s=30))
+    gate.touch()
+    assert agent.exit_codes() == [0, 0]
+    done = agent.messages(DoneMsg)
+    assert len({m.step for m in done}) == 1
+    assert 2 <= done[0].step < 100
+    assert [m.ended for m in done] == ["stopped", "stopped"]
+    assert len(list_manifests(open_store(agent.spec.job.root))) == 1
+
+
+def test_stop_of_one_commits_and_ends_nobody(make: Make, tmp_path: Path) -> None:
+    """One of two is asked: what is done so far is committed, and both train on to the last step."""
+    gate = tmp_path / "gate"
+    agent = make(
+        train="session_trainers:slow", steps=6, every_steps=50, params={"gate": str(gate), "gate_step": 2}
+    )
+    agent.start(1)
+    agent.wait(lambda: len(agent.messages(StepMsg)) == 2, "step 1")
     agent.say(1, StopMsg(reason="shutdown", grace_s=30))
     gate.touch()
     assert agent.exit_codes() == [0, 0]
-    done = {m.step for m in agent.messages(DoneMsg)}
-    assert len(done) == 1
-    assert 2 <= done.pop() < 100
-    store = open_store(agent.spec.job.root)
-    assert len(list_manifests(store)) == 1
+    assert [(m.step, m.ended) for m in agent.messages(DoneMsg)] == [(6, "steps"), (6, "steps")]
+    first, last = (m.step for m in agent.messages(SnapshotMsg, rank=0) if m.attempt)
+    assert 2 <= first < last == 6
 
 
 def test_the_last_commit_is_tried_again(make: Make) -> None:

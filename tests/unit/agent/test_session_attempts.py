@@ -8,6 +8,7 @@ import pytest
 from loop_bench import Bench
 
 from surefoot.agent.attempts import attempt_due
+from surefoot.agent.exchange import StepWord
 from surefoot.agent.failures import AgentTimeoutError, CommitGivenUpError
 from surefoot.controller.wire import CadenceMsg, StopMsg
 
@@ -111,8 +112,13 @@ def test_the_last_commit_is_given_up_at_last(tmp_path: Path) -> None:
         bench.run()
 
 
-def test_a_stop_commits_the_step_it_falls_in(tmp_path: Path) -> None:
+def _told_too(word: StepWord) -> StepWord:
+    return StepWord(generation=word.generation, step=word.step, replicated=word.replicated, stop=word.stop)
+
+
+def test_a_stop_of_all_commits_the_step_it_falls_in(tmp_path: Path) -> None:
     bench = Bench(tmp_path, steps=100, every=50)
+    bench.other = _told_too
     seen = []
     for step in bench.loop:
         next(bench.data)
@@ -121,4 +127,49 @@ def test_a_stop_commits_the_step_it_falls_in(tmp_path: Path) -> None:
             bench.link.news.apply(StopMsg(reason="shutdown", grace_s=30))
     assert seen == list(range(1, 8))
     assert [step for step, _ in bench.attempts] == [7]
-    assert bench.loop.ended
+    assert bench.loop.ended == "stopped"
+
+
+def test_who_is_told_alone_commits_and_trains_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=12, every=50)
+    for step in bench.loop:
+        next(bench.data)
+        if step == 7:
+            bench.link.news.apply(StopMsg(reason="shutdown", grace_s=30))
+    assert [step for step, _ in bench.attempts] == [7, 12]
+    assert bench.loop.ended == "steps"
+
+
+def test_each_further_rank_that_is_told_is_one_more_commit_and_the_last_the_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=100, every=50)
+    for step in bench.loop:
+        next(bench.data)
+        if step == 4:
+            bench.link.news.apply(StopMsg(reason="shutdown", grace_s=30))
+        if step == 6:
+            bench.other = _told_too
+    assert [step for step, _ in bench.attempts] == [4, 6]
+    assert bench.loop.ended == "stopped"
+
+
+def test_a_commit_before_leaving_is_made_up_at_once_if_it_fails(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, steps=12, every=50)
+    bench.link.failures = ["no answer", "no answer"]
+    for step in bench.loop:
+        next(bench.data)
+        if step == 7:
+            bench.link.news.apply(StopMsg(reason="shutdown", grace_s=30))
+    assert [step for step, _ in bench.attempts] == [7, 8, 9, 12]
+
+
+@pytest.mark.parametrize(("data_ends", "ended"), [(7, "data"), (100, "steps")])
+def test_a_stop_at_the_end_changes_nothing_about_what_ended_it(
+    tmp_path: Path, data_ends: int, ended: str
+) -> None:
+    bench = Bench(tmp_path, steps=8, every=50, data_ends=data_ends)
+    bench.other = _told_too
+    for step in bench.loop:
+        next(bench.data)
+        if step == min(data_ends, 8):
+            bench.link.news.apply(StopMsg(reason="shutdown", grace_s=30))
+    assert bench.loop.ended == ended

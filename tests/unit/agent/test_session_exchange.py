@@ -59,13 +59,18 @@ def test_replicated_is_the_slowest_ranks() -> None:
     assert _judge(_word(replicated=4), _word(replicated=3), _word(replicated=4)).replicated == 3
 
 
-def test_the_attempt_is_rank_0s_and_stop_is_anybodys() -> None:
+def test_the_attempt_is_rank_0s() -> None:
     verdict = _judge(_word(attempt=255), _word(attempt=7, stop=True))
     assert verdict.attempt == attempt_name(255) == "00000000000000ff"
-    assert verdict.stop
+    assert (verdict.told, verdict.stop) == (1, False)
     quiet = _judge(_word(), _word(attempt=7))
     assert quiet.attempt is None
-    assert not quiet.stop
+    assert (quiet.told, quiet.stop) == (0, False)
+
+
+def test_only_if_all_are_told_to_stop_do_all_stop() -> None:
+    assert _judge(_word(stop=True), _word(stop=True)).stop
+    assert not _judge(_word(stop=True), _word(stop=True), _word(), mesh={"dp": 3}).stop
 
 
 @pytest.mark.parametrize("changes", [{"step": 6}, {"generation": 1}])

@@ -289,6 +289,20 @@ def test_plan_key_deleted_under_a_leader(bench: Any) -> None:
     assert bench.pointer.generation == 1
 
 
+def test_plan_key_deleted_while_the_object_store_is_away(bench: Any) -> None:
+    bench.running(step=8)
+    bench.send(ev.Ticked(), after_s=bench.settings.times.relist_s)
+    bench.send(ev.ObjectStoreUnavailable(op=bench.take(dec.ListLineage).op, detail="away"))
+    assert bench.mind is Mind.HOLD_COMMITS
+    bench.pointer = None
+    bench.revision += 1
+    bench.send(ev.PointerSeen(pointer=None, revision=bench.revision))
+    assert bench.mind is Mind.FORMING
+    bench.perform()
+    assert bench.mind is Mind.RUNNING
+    assert bench.pointer.generation == 1
+
+
 def test_wiped_etcd_and_dead_agents_go_on_above_the_highest_record(bench: Any, committed: Any) -> None:
     bench.running(step=30)
     bench.manifests.append(committed(1, 20))
@@ -779,6 +793,98 @@ def test_done(bench: Any, committed: Any) -> None:
     assert (bench.outcome.state, bench.outcome.exit_code, bench.outcome.step) == ("done", 0, 60)
     assert bench.outcome.run_id == "run1"
     assert bench.state.the_end.written
+
+
+def test_ranks_that_were_stopped_are_not_at_the_end_of_the_job(make_bench: Any, committed: Any) -> None:
+    """SIGTERM to all agents: all ranks commit and end together, long before the last step."""
+    bench = make_bench(wait_for_node_s=30.0).running(step=20)
+    bench.manifests.append(committed(1, 20))
+    for uid in ("n0", "n1"):
+        bench.nodes[uid].state = "leaving"
+        stop(bench, uid, step=20)
+    bench.perform()
+    assert bench.outcome is None
+    assert (bench.mind, bench.stage()) == (Mind.FORMING, "AwaitingNodes")
+    incident = bench.incidents["inc-0001"]
+    assert (incident.fault, incident.cause) == ("stopped", "preemption")
+    bench.tick(31.0)
+    assert (bench.outcome.state, bench.outcome.exit_code, bench.outcome.step) == ("failed", 3, 20)
+
+
+def test_stopped_ranks_go_on_with_new_agents(bench: Any, committed: Any) -> None:
+    bench.running(step=20)
+    bench.manifests.append(committed(1, 20))
+    for uid in ("n0", "n1"):
+        bench.nodes[uid].state = "leaving"
+        stop(bench, uid, step=20)
+    bench.perform()
+    bench.appear("n0", "n1", incarnation="b")
+    assert (bench.plan.generation, bench.plan.start.step) == (2, 20)
+
+
+def test_stopped_at_the_last_step_is_done(bench: Any, committed: Any) -> None:
+    bench.running(step=60)
+    bench.manifests.append(committed(1, 60))
+    for uid in ("n0", "n1"):
+        bench.nodes[uid].state = "leaving"
+    finish_as(bench, 60, "steps")
+    assert bench.outcome.exit_code == 0
+
+
+def stop(bench: Any, uid: str, *, step: int) -> None:
+    """The ranks of a node end as those do that were all told to stop."""
+    for r in bench.nodes[uid].ranks:
+        bench.rank(r, phase="done", step=step, ended="stopped", exit=wire.ExitReport(code=0))
+    bench.report(uid)
+
+
+def finish_as(bench: Any, step: int, ended: str) -> None:
+    for uid in ("n0", "n1"):
+        for r in bench.nodes[uid].ranks:
+            bench.rank(r, phase="done", step=step, ended=ended)
+        bench.report(uid)
+    bench.perform()
+
+
+def test_a_node_that_leaves_is_left_to_commit_and_then_replaced(bench: Any) -> None:
+    """The others train on; once it ends its ranks the standby takes its place, on nobody's account."""
+    bench.running("n0", "n1", "n2", step=20)
+    bench.nodes["n1"].state = "leaving"
+    bench.report("n1")
+    bench.tick()
+    assert (bench.mind, bench.plan.generation) == (Mind.RUNNING, 1)
+    bench.step(21)
+    bench.nodes["n1"].state = "stopping"
+    bench.report("n1")
+    bench.perform()
+    assert bench.plan.generation == 2
+    assert [m.uid for m in bench.plan.members] == ["n0", "n2"]
+    assert (bench.plan.reason.fault, bench.plan.reason.cause) == ("node_loss", "preemption")
+    assert (bench.plan.start.tier, bench.plan.start.step) == ("memory", 20)
+
+
+@pytest.mark.parametrize("last_word", ["leaving", "stopping"])
+def test_a_node_that_left_is_no_fault_of_the_machine(make_bench: Any, last_word: str) -> None:
+    """Without a standby the job ends so that it is started again, whether the agent's last status came or not."""
+    bench = make_bench(wait_for_node_s=30.0).running(step=20)
+    bench.nodes["n1"].state = last_word
+    bench.report("n1")
+    bench.lose("n1")
+    bench.vanish("n1")
+    bench.tick()
+    assert bench.incidents["inc-0001"].cause == "preemption"
+    bench.tick(31.0)
+    assert (bench.outcome.state, bench.outcome.exit_code) == ("failed", 3)
+
+
+def test_a_leaving_and_a_crashed_node_are_charged_to_the_machine(bench: Any) -> None:
+    bench.running("n0", "n1", "n2", "n3", step=20)
+    bench.nodes["n1"].state = "stopping"
+    bench.lose("n0")
+    bench.report("n1")
+    bench.perform()
+    assert bench.plan.reason.cause == "infrastructure"
+    assert [m.uid for m in bench.plan.members] == ["n2", "n3"]
 
 
 def test_done_needs_the_last_checkpoint(bench: Any) -> None:

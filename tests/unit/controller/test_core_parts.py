@@ -101,6 +101,7 @@ def test_without_copies_the_longest_there_is_preferred() -> None:
     ("spare", "why"),
     [
         (known("n2", state="warming"), "n2 is warming"),
+        (known("n2", state="leaving"), "n2 is leaving"),
         (known("n2", state="stopping"), "n2 is stopping"),
         (known("n2", slots=1), "n2 has room for 1 ranks, 2 are wanted"),
         (known("n2", lost="refused"), "n2 was lost (refused)"),

@@ -1,5 +1,7 @@
 """`observe`: from listings to the snapshot."""
 
+import math
+
 import msgspec
 import pytest
 from view_listings import (
@@ -182,10 +184,18 @@ def test_records_that_contradict_each_other_are_said_aloud() -> None:
 def test_the_loss_curve_is_carried_on_and_redone_steps_replace_theirs() -> None:
     first = seen_of(running(), plan(1))
     assert first.losses == (LossPoint(step=22, loss=2.5),)
-    again = seen_of(running(n1=[rank(2, loss=2.4), rank(3, loss=2.4)]), plan(1), previous=first)
+    again = seen_of(
+        running(n1=[rank(2, loss=(2.4).hex()), rank(3, loss=(2.4).hex())]), plan(1), previous=first
+    )
     assert [p.loss for p in again.losses] == [2.4]
-    later = seen_of(running(n1=[rank(2, step=24, loss=2.0)]), plan(1), previous=first)
+    later = seen_of(running(n1=[rank(2, step=24, loss=(2.0).hex())]), plan(1), previous=first)
     assert [(p.step, p.loss) for p in later.losses] == [(22, 2.5), (23, 2.0)]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_shown(loss: float) -> None:
+    seen = seen_of(running(n1=[rank(2, loss=loss.hex()), rank(3, loss=loss.hex())]), plan(1))
+    assert str(seen.loss) == str(loss)
 
 
 def test_snapshot_columns() -> None:

@@ -1,6 +1,7 @@
 """The picture of a job on a terminal."""
 
 import io
+import math
 
 from rich.console import Console
 from view_listings import KEYS, manifest, plan, put, rank, running, seen_of
@@ -15,6 +16,8 @@ def test_sparkline() -> None:
     assert sparkline([1.0], 10) == "▁"
     assert sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert sparkline(list(range(100)), 4) == "▁▃▆█"
+    assert sparkline([3.0, math.nan, 1.0, math.inf], 10) == "█!▁!"
+    assert sparkline([math.nan], 10) == "!"
 
 
 def drawn(seen: JobView, *, width: int = 110, color: bool = False) -> str:

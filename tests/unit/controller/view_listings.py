@@ -75,7 +75,7 @@ def info(uid: str) -> Item:
 
 def rank(number: int, phase: wire.Phase = "step", step: int = 23, **changes) -> wire.RankStatus:
     values = {"rank": number, "pid": 1000 + number, "phase": phase, "step": step, "phase_age_s": 0.1}
-    return wire.RankStatus(**(values | {"loss": 2.5, "step_s": 0.25} | changes))
+    return wire.RankStatus(**(values | {"loss": (2.5).hex(), "step_s": 0.25} | changes))
 
 
 def status(
