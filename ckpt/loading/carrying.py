@@ -133,19 +133,30 @@ class Carrier:
         self._streams = CallersStreams(v.device for w in wants for v in w.leaf.views)
         self._pinned = bool(self._streams)
         self._scratch = _Scratch(pinned=self._pinned)
-        with torch.no_grad():
-            self._private = deque([self._errand(s) for s in plan.private])
+        self._private: deque[_Errand] = deque()
 
     def run(self) -> None:
         """Raises: StoppedError, UnagreedError; DamagedError, ObjectStore…Error and others: what happened on this rank."""
+        error = self._prepare()
         with _readers(self._plan.pace.readers, self._streams.adopt) as pool:
             try:
-                self._share(pool)
+                self._share(pool, error)
+                if error is not None:
+                    raise error
                 for future in _submitted(pool, self._read_private, self._private):
                     future.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
                 self._store.release()
+
+    def _prepare(self) -> Exception | None:
+        """What went wrong with it is for the first vote."""
+        try:
+            with torch.no_grad():
+                self._private.extend([self._errand(s) for s in self._plan.private])
+        except Exception as e:
+            return e
+        return None
 
     # ---- what this rank needs alone
 
@@ -195,8 +206,8 @@ class Carrier:
 
     # ---- what is shared
 
-    def _share(self, pool: Executor) -> None:
-        """Round after round. A rank that fails says so before the next round, and all stop.
+    def _share(self, pool: Executor, error: Exception | None) -> None:
+        """Round after round; `error` is what has gone wrong before. A rank that fails says so before the next round, and all stop.
 
         That all ranks have come to a round means as well that they have taken in the one before, whose room is free then.
         """
@@ -217,7 +228,6 @@ class Carrier:
 
         for number in range(depth - 1):
             begin(number)
-        error: Exception | None = None
         for number, segments in enumerate(rounds):
             held: dict[Segment, torch.Tensor] = {}
             try:

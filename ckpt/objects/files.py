@@ -101,7 +101,11 @@ class FileObjectStore:
             os.close(fd)
 
     def look(self, key: str, start: int, nbytes: int) -> memoryview | None:
-        """Of what lies in a tmpfs. Files on a disk are read: of a mapped one, a disk that fails kills whoever touches it (SIGBUS)."""
+        """Of what lies in a tmpfs. Files on a disk are read: of a mapped one, a disk that fails kills whoever touches it (SIGBUS).
+
+        So does whoever cuts an object off in place while its bytes are touched (``cp`` over it). Nobody does who keeps to the contract:
+        objects are created once, and deleted.
+        """
         try:
             return self._reader(key).look(start, nbytes)
         except (OSError, ValueError):  # of an empty file there is no mapping

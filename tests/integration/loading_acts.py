@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from surefoot import ckpt
 from surefoot.ckpt import tiers
 from surefoot.ckpt.errors import CkptError, DamagedError
-from surefoot.ckpt.loading import fetching, nodememory
+from surefoot.ckpt.loading import carrying, fetching, nodememory
 from surefoot.ckpt.loading.together import load_agreed
 from surefoot.ckpt.objects import files
 from surefoot.ckpt.opening import open_channel
@@ -128,15 +128,23 @@ def save(root: str, layout: str, *steps: int) -> None:
             c.save(step, state_of(layout, filled=True)).wait()
 
 
+def _failing(*_: Any) -> Any:
+    raise ObjectStoreUnavailableError("the cable is out")
+
+
 def load(root: str, layout: str, by: str = "", fail_rank: int = -1, fail_after: int = 0) -> dict[str, Any]:
     """Returns what was read by this rank, and how the load ended. `by`: how ranks share it: a machine's "pages" (or "memory fs"); as
-    if each had a machine of its own, the "memory" of the one that reads, or messages of the "group"."""
+    if each had a machine of its own, the "memory" of the one that reads, or messages of the "group". `fail_after`: so many reads of
+    `fail_rank`; -1: before the first, when it works out what to read."""
     fetching.NEARBY = fetching.NEARBY._replace(round_nbytes=2**20)  # every block is a round of its own
     nodememory.ENABLED = by != "group"
     fails = dist.get_rank() == fail_rank
+    if fails and fail_after < 0:
+        carrier: Any = carrying.Carrier
+        carrier._errand = _failing
     if by in ("memory", "group"):
         fetching.machine = lambda: f"machine {dist.get_rank()}"
-    store: Any = Counting(root, fail_after if fails else None)
+    store: Any = Counting(root, fail_after if fails and fail_after >= 0 else None)
     state = state_of(layout, filled=False)
     channel = open_channel(None, 30.0)
     told: dict[str, Any] = {"error": "", "step": None}

@@ -120,6 +120,15 @@ def test_a_rank_that_fails_in_the_middle_fails_all_and_none_hangs(
             assert t["error"].startswith(kind)
 
 
+def test_a_rank_that_fails_before_it_reads_fails_all_and_none_hangs(ranks: Ranks, root: str) -> None:
+    """The others are about to pass on what they have read."""
+    ranks(4, "loading_acts:save", root, "fsdp", 20)
+    told = ranks(4, "loading_acts:load", root, "fsdp", "group", 2, -1)
+    errors = [t["error"] for t in told]
+    assert errors[2] == "ObjectStoreUnavailableError: the cable is out"
+    assert all(errors[r].startswith("ElsewhereError: rank 2: ") for r in (0, 1, 3)), errors
+
+
 def test_damage_is_found_by_whoever_of_those_that_look_checks_the_block(ranks: Ranks, memory_fs: str) -> None:
     """All want a part of every block of two tensors, and each block is checked by one of them: whoever it is, all fall back."""
     ranks(2, "loading_acts:save", memory_fs, "fsdp", 20, 40)
