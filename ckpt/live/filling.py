@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,7 @@ def load_into(
         DamagedError, ImageError: from the source.
         CkptWorldError: another rank refused for another reason.
     """
-    with torch.no_grad():
-        load = Load(source, strict=strict, skip=skip)
+    with torch.no_grad(), closing(Load(source, strict=strict, skip=skip)) as load:
         try:
             _gather(load, state, rank)
         except Exception as e:  # the other ranks must hear of it before this one raises
@@ -109,7 +109,7 @@ def _refusal(source: Source, problems: Sequence[str], load: Load) -> str:
 def _advice(load: Load) -> str:
     if load.unlike:
         return (
-            f" (nothing is cut, padded or converted, with strict=False neither: give the live tensor that shape and type, or leave it out "
-            f"of the state and load with strict=False; ckpt.read gives {load.unlike} whole)"
+            f" (nothing is cut, padded or converted, with strict=False neither: give the live tensor that shape and type, or leave it as "
+            f"it is with skip=['{load.unlike}']; ckpt.read gives {load.unlike} whole)"
         )
     return "" if load.problems or not load.strict else " (strict=False loads what both have)"

@@ -97,6 +97,12 @@ class Load(Placing):
             self.want(wanted, tensor)
             self._sought[wanted[0]] = len(self._missing) == missing
 
+    def close(self) -> None:
+        """Let go of the state: what is to be done refers to this object, which would live, with all tensors, until Python collects
+        garbage."""
+        self.checks.clear()
+        self.later.clear()
+
     # ---- what the checkpoint has
 
     def value(self, name: str) -> Any:

@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 
 from surefoot.ckpt.channel import Channel
-from surefoot.ckpt.errors import CkptError, CkptUserError, CkptWorldError, DamagedError, StepMissingError
+from surefoot.ckpt.errors import CkptError, CkptUserError, DamagedError, ElsewhereError, StepMissingError
 from surefoot.ckpt.format.flags import raise_flag
 from surefoot.ckpt.live.filling import Fit
 from surefoot.ckpt.loading.abandon import abandon
@@ -76,6 +76,8 @@ class _Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting: bool = False
     damage: str = ""
     failure: str = ""
+    missing: bool = False
+    """The failure is that there is no such step: whoever catches that catches it on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,7 @@ def load_agreed(
     Raises:
         StepMissingError: the lineage does not hold `step`.
         DamagedError: `step` is damaged, or every step is.
-        StateMismatchError: on all ranks. Others: on the rank it happened; CkptError naming that rank on the others.
+        StateMismatchError: on all ranks, as those before. Others: on the rank it happened; ElsewhereError naming it on the others.
         ChannelError: another rank died, hangs, was interrupted, or did not come in time.
     """
     with channel.one_call():
@@ -154,7 +156,7 @@ def _load_agreed(
         words = _tell_all(channel, _word_of(error))
         failed = [(r, w.failure) for r, w in enumerate(words) if w.failure]
         if failed:
-            raise error or CkptWorldError(
+            raise error or ElsewhereError(
                 f"rank {failed[0][0]} could not load step {ref.step}: {failed[0][1]}"
             )
         damage = next((w.damage for w in words if w.damage), "")
@@ -211,7 +213,7 @@ def _agree_on_candidates(
             try:
                 word = _look(store, step, tries, give_up)
             except (CkptError, ObjectStoreError) as e:
-                error, word = e, _Word(failure=str(e))
+                error, word = e, _Word(failure=str(e), missing=isinstance(e, StepMissingError))
         words = _tell_all(channel, msgspec.structs.replace(word, root=store.root, asked=step))
         if roots := differing([w.root for w in words]):
             raise CkptUserError(
@@ -221,9 +223,16 @@ def _agree_on_candidates(
             raise CkptUserError(f"ranks ask for different steps ({steps}): all ranks load the same")
         first = words[0]
         if first.failure:
-            raise error or CkptWorldError(f"rank 0 could not list the checkpoints: {first.failure}")
+            raise error or _as_rank_0_failed(first)
         if not first.waiting:
             return first
+
+
+def _as_rank_0_failed(word: _Word) -> Exception:
+    """For the others."""
+    if word.missing:
+        return StepMissingError(word.failure)
+    return ElsewhereError(f"rank 0 could not list the checkpoints: {word.failure}")
 
 
 def _look(store: ObjectStore, step: int | None, tries: int | None, give_up: float) -> _Word:

@@ -249,6 +249,17 @@ def test_ranks_with_different_roots_or_wishes_are_told(ranks: Ranks, root: str) 
     assert ranks(2, "loading_acts:load_each", [root, root], [None, None]) == ["step 40"] * 2
 
 
+def test_what_rank_0_finds_is_raised_by_all(ranks: Ranks, root: str) -> None:
+    """Who catches a step that is not there, and goes on, does so on all ranks; other trouble is told as another rank's."""
+    ranks(2, "loading_acts:save", root, "fsdp", 20)
+    told = ranks(2, "loading_acts:load_each", [root, root], [40, 40])
+    assert all(t.startswith("StepMissingError: ") and "no committed step 40" in t for t in told), told
+    (Path(root.removeprefix("file://")) / "generations" / "0001.json").write_bytes(b"{}")
+    told = ranks(2, "loading_acts:load_each", [root, root], [None, None])
+    assert told[0].partition(":")[0] in ("DamagedError", "FormatError"), told
+    assert told[1].startswith("ElsewhereError: rank 0 "), told
+
+
 def test_what_one_rank_alone_does_not_see_is_not_set_aside(ranks: Ranks, root: str) -> None:
     """A machine without the mount would otherwise condemn every checkpoint of a sound root, from the newest down."""
     ranks(2, "loading_acts:save", root, "fsdp", 20, 40)

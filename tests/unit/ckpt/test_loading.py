@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -504,3 +506,18 @@ def test_what_goes_wrong_before_the_first_byte_is_told_to_all(
     assert isinstance(own, MemoryError)
     assert isinstance(mine, ElsewhereError)
     assert str(mine) == "rank 1: MemoryError: no more of it"
+
+
+def test_nothing_of_a_load_holds_on_to_the_state(root: str) -> None:
+    """Its memory is free when the caller lets go of it, without waiting for the garbage collector."""
+    save(root, 20)
+    state = state_of(0)
+    seen = weakref.ref(state["w"])
+    gc.collect()
+    gc.disable()
+    try:
+        ckpt.load(root, state)
+        del state
+        assert seen() is None
+    finally:
+        gc.enable()
