@@ -444,7 +444,10 @@ def test_flags_are_raised_and_read_with_the_next_listing(tmp_path: Path, eventua
         hands.perform(dec.ListLineage(op=1))
         listed = answers.get(timeout=10)
         assert [m.step for m in listed.manifests] == [10, 20]
-        assert listed.aside == {(1, 10): "it says no more", (1, 20): "r0: block 0 differs"}
+        assert listed.aside == {
+            (1, 10): "it says no more",
+            (1, 20): "r0: block 0 differs (found by the controller)",
+        }
         assert listed.lacks == ""
 
 
