@@ -163,7 +163,8 @@ def later(
     ticks = count()
 
     def call(store: ObjectStore) -> None:
-        newest = max(o.modified_at for o in store.list(""))
+        begun = [u.begun_at for u in store.unfinished("")]
+        newest = max([*(o.modified_at for o in store.list("")), *begun])
 
         def now() -> float:
             clock.create(f"tick/{(n := next(ticks))}", b"")

@@ -52,14 +52,23 @@ def test_what_changes_after_save_returns_is_not_saved(anywhere: str) -> None:
 # ---------------------------------------------------------------- nothing grows
 
 
+def _own_nbytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
 def held(uploader: int) -> dict[str, int]:
-    """Of this process and its uploader: resident bytes (each shared page once), threads, descriptors, memory files."""
+    """Of this process and its uploader: bytes of their own memory and of memory files (each once), threads, descriptors, memory
+    files. (Of libraries they have in common with other processes their share would grow with each of those that ends.)"""
     gc.collect()
     both = [psutil.Process(), psutil.Process(uploader)]
-    folders = [Path(f"/proc/{p.pid}/fd") for p in both]
-    links = [os.readlink(f) for folder in folders for f in folder.iterdir() if f.is_symlink()]
+    files = [f for p in both for f in Path(f"/proc/{p.pid}/fd").iterdir() if f.is_symlink()]
+    links = [os.readlink(f) for f in files]
+    staged = {
+        (s := f.stat()).st_ino: s for f, link in zip(files, links, strict=True) if "surefoot-staging" in link
+    }
     return {
-        "nbytes": sum(p.memory_full_info().pss for p in both),
+        "nbytes": sum(_own_nbytes(p.pid) for p in both) + sum(512 * s.st_blocks for s in staged.values()),
         "threads": sum(p.num_threads() for p in both),
         "fds": len(links),
         "memory files": sum("surefoot-staging" in link for link in links),
