@@ -63,8 +63,16 @@ LOADS = [
 """Where it goes, the layout that is loaded (of the whole tensors all is broadcast, of others each sends to each), and how ranks share."""
 
 
-@pytest.mark.parametrize("end", ["kill", "stop", "interrupt", "fail"])
-@pytest.mark.parametrize(("place", "layout", "by"), LOADS)
+ENDS = ["kill", "stop", "interrupt", "fail"]
+EVERY_END_EVERYWHERE = [
+    pytest.param(*load, end, marks=[] if i % len(ENDS) == j else pytest.mark.soak)
+    for i, load in enumerate(LOADS)
+    for j, end in enumerate(ENDS)
+]
+"""Every place has one end among the tests of every day, and all of them in a soak."""
+
+
+@pytest.mark.parametrize(("place", "layout", "by", "end"), EVERY_END_EVERYWHERE)
 def test_a_rank_that_goes_in_a_load(
     ranks: Ranks, play: Play, root: str, place: str, layout: str, by: str, end: str
 ) -> None:
