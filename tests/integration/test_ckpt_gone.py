@@ -65,30 +65,26 @@ LOADS = [
 
 ENDS = ["kill", "stop", "interrupt", "fail"]
 EVERY_END_EVERYWHERE = [
-    pytest.param(*load, end, marks=[] if i % len(ENDS) == j else pytest.mark.soak)
-    for i, load in enumerate(LOADS)
-    for j, end in enumerate(ENDS)
+    *(
+        pytest.param(2, *load, end, marks=[] if i % len(ENDS) == j else pytest.mark.soak)
+        for i, load in enumerate(LOADS)
+        for j, end in enumerate(ENDS)
+    ),
+    *(
+        (0, place, "ddp", by, end)
+        for place, by in (("agreement", "pages"), ("transfer", "group"))
+        for end in ENDS[:3]
+    ),
 ]
-"""Every place has one end among the tests of every day, and all of them in a soak."""
+"""Of a rank that is not 0 every place has one end among the tests of every day, and all of them in a soak."""
 
 
-@pytest.mark.parametrize(("place", "layout", "by", "end"), EVERY_END_EVERYWHERE)
+@pytest.mark.parametrize(("victim", "place", "layout", "by", "end"), EVERY_END_EVERYWHERE)
 def test_a_rank_that_goes_in_a_load(
-    ranks: Ranks, play: Play, root: str, place: str, layout: str, by: str, end: str
+    ranks: Ranks, play: Play, root: str, victim: int, place: str, layout: str, by: str, end: str
 ) -> None:
     ranks(1, "loading_acts:save", root, "ddp", 20)
-    play(2, end, "gone_acts:load", root, 2, place, end, layout, by)
-
-
-@pytest.mark.parametrize("end", ["kill", "stop", "interrupt"])
-@pytest.mark.parametrize(
-    ("place", "layout", "by"), [("agreement", "ddp", "pages"), ("transfer", "ddp", "group")]
-)
-def test_rank_0_goes_in_a_load(
-    ranks: Ranks, play: Play, root: str, place: str, layout: str, by: str, end: str
-) -> None:
-    ranks(1, "loading_acts:save", root, "ddp", 20)
-    play(0, end, "gone_acts:load", root, 0, place, end, layout, by)
+    play(victim, end, "gone_acts:load", root, victim, place, end, layout, by)
 
 
 @pytest.mark.parametrize("end", ["kill", "stop", "interrupt"])
