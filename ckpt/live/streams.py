@@ -69,7 +69,7 @@ class SideStreams:
             while not _finished(side):
                 if time.monotonic() > until:
                     return False
-                time.sleep(POLL_S)
+                time.sleep(POLL_S)  # CUDA has no wait that ends after a time
         return True
 
 
